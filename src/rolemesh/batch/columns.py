@@ -1,0 +1,69 @@
+"""The columns that travel between roles, each declared once: the protocol of the system.
+
+A role reads some columns and writes others (`@register(reads=..., writes=...)`); what a column means is said here and nowhere else.
+Every row is one sample and is identified by (`draw`, `sample`): `draw` counts prompts taken from the data stream and never repeats
+in a run, `sample` numbers the answers to that prompt. Rows are joined by this id, never by position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import pyarrow as pa
+
+Kind = Literal["tokens", "token_floats", "int", "float", "bool", "string", "binary"]
+
+ARROW_TYPES: Final[dict[Kind, pa.DataType]] = {
+    "tokens": pa.large_list(pa.int32()),
+    "token_floats": pa.large_list(pa.float32()),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+    "string": pa.large_string(),
+    "binary": pa.large_binary(),
+}
+
+ID: Final = ("draw", "sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column: its Arrow kind, meaning, the role that writes it, and whether a row may lack a value (scalar kinds only)."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    producer: str
+    nullable: bool = False
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        return ARROW_TYPES[self.kind]
+
+
+def _declare(*columns: Column) -> dict[str, Column]:
+    return {column.name: column for column in columns}
+
+
+COLUMNS: Final[dict[str, Column]] = _declare(
+    Column(name="draw", kind="int", producer="data", meaning="number of the prompt in the data stream of the run, from 0, never repeated"),
+    Column(name="sample", kind="int", producer="data", meaning="number of the answer to this prompt, from 0"),
+    Column(name="source", kind="string", producer="data", meaning="data source of the prompt, for rewards and metrics by source"),
+    Column(name="prompt", kind="string", producer="data", meaning="prompt text as given to the tokenizer"),
+    Column(name="prompt_ids", kind="tokens", producer="data", meaning="token ids of the prompt, exactly one BOS where the model has one"),
+    Column(name="answer", kind="string", producer="data", nullable=True, meaning="reference answer, if the source has one"),
+    Column(name="task", kind="string", producer="data", nullable=True, meaning="JSON with what the verifier of the source needs beyond the answer"),
+    Column(name="response_ids", kind="tokens", producer="rollout", meaning="sampled token ids, the sampled end token included"),
+    Column(name="response", kind="string", producer="rollout", meaning="sampled text without special tokens"),
+    Column(name="rollout_logprobs", kind="token_floats", producer="rollout", meaning="log-probability of each sampled token in the engine, after temperature"),
+    Column(name="response_length", kind="int", producer="rollout", meaning="number of tokens of response_ids"),
+    Column(name="finish_reason", kind="string", producer="rollout", meaning="stop (end token), length (cut) or abort"),
+    Column(name="weight_version", kind="int", producer="rollout", meaning="version of the weights that sampled every token of the row"),
+    Column(name="engine", kind="string", producer="rollout", meaning="name of the engine that sampled the row"),
+    Column(name="reward", kind="float", producer="reward", nullable=True, meaning="total reward; null when scoring failed or abstained, and then the row is masked"),
+    Column(name="reward_status", kind="string", producer="reward", meaning="ok, or why there is no reward: error, timeout, not_finite, abstained"),
+    Column(name="advantage", kind="float", producer="algorithm", meaning="advantage of every response token of the row (outcome algorithms)"),
+    Column(name="token_weight", kind="float", producer="algorithm", meaning="weight of each response token of the row in the loss of its mini-batch; 0 masks the row"),
+    Column(name="minibatch", kind="int", producer="algorithm", meaning="mini-batch of the step that the row belongs to, from 0"),
+)

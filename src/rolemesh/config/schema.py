@@ -1,0 +1,233 @@
+"""Every option of rolemesh, declared once.
+
+The models are frozen, keyword-only and refuse unknown keys; the docstring under a field is its help text and the source of
+`docs/reference/options.md`. Nothing here imports torch or Ray. Problems that concern one field are declared on the field; problems
+between fields live in `config/checks.py`, so that all of them are reported in one go.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about names, with docstrings as field descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy model."""
+
+    path: str = "tiny"
+    """A Hugging Face folder, or the name of a built-in tiny model (`tiny`), which is made from scratch."""
+    tokenizer: str | None = None
+    """Tokenizer folder; the model's own folder when not set."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder. Off unless you know its author."""
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation."""
+
+    train: str = "reasoning_gym:chain_sum"
+    """A `.parquet` or `.jsonl` file, or a reasoning-gym task such as `reasoning_gym:chain_sum`."""
+    eval: str | None = None
+    """Held-out prompts, same forms as `train`. For reasoning-gym tasks the default is the same task with other seeds."""
+    options: dict[str, Any] = {}
+    """Settings of the reasoning-gym task, for example `{min_terms: 2, max_terms: 2}`."""
+    size: Positive = 100_000
+    """Number of problems of a generated task; files bring their own."""
+    eval_size: Positive = 256
+    """Number of held-out prompts used for one evaluation."""
+    prompt_key: str = "prompt"
+    """Column of the file that holds the prompt: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the file that holds the reference answer."""
+    prompt_template: str = "{prompt}"
+    """Text around each prompt; `{prompt}` is replaced."""
+    chat: bool = False
+    """Apply the tokenizer's chat template to the prompt."""
+    max_prompt_tokens: Positive = 256
+    """Longest prompt, in tokens; see `overlong`."""
+    max_response_tokens: Positive = 128
+    """Longest answer that is generated, in tokens."""
+    overlong: Literal["error", "left", "right", "drop"] = "error"
+    """Prompts above `max_prompt_tokens`: refuse to start, cut on the left or right, or drop them (counted and printed)."""
+    shuffle: bool = True
+    """Draw prompts in a seeded random order, a new one each epoch."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become gradients."""
+
+    name: str = "grpo"
+    """Algorithm by name, or an own one by import path."""
+    group_size: Positive = 8
+    """Answers sampled for each prompt."""
+    normalize_std: bool = True
+    """Divide a group's advantages by the spread of its rewards (GRPO); off gives Dr. GRPO's centred rewards."""
+    clip_low: NotNegativeFloat = 0.2
+    """Lower clip of the policy ratio: 1 - clip_low."""
+    clip_high: NotNegativeFloat = 0.2
+    """Upper clip of the policy ratio: 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the ratio for negative advantages (dual-clip PPO); none when not set."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"] = "token_mean"
+    """How the tokens of a mini-batch are weighed into one loss; computed over the whole mini-batch before it is cut."""
+    no_signal: Literal["train", "skip_step", "stop"] = "skip_step"
+    """When no group of a step has any spread in its rewards: train all the same, skip the update, or stop the run."""
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    engine: str = "builtin"
+    """Inference engine by name, or an own one by import path."""
+    temperature: NotNegativeFloat = 1.0
+    """Sampling temperature; above 0 for training."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; must be 1 for training, where sampled and trained probabilities have to agree."""
+    top_k: NotNegative = 0
+    """Sample only among the k likeliest tokens; 0 means all, and must be 0 for training."""
+    slots: Positive = 64
+    """Sequences that one engine decodes side by side."""
+
+
+class RewardConfig(Section):
+    """One reward function; the rewards of a list are summed by weight."""
+
+    name: str = "reasoning_gym"
+    """Verifier by name (`exact`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`)."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    threshold: float | None = None
+    """Scores at or above it count 1, others 0; for verifiers that give partial credit to wrong answers."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
+
+
+class RoleConfig(Section):
+    """Where a role lives and what serves it."""
+
+    pool: str = "main"
+    """Name of the pool that holds the role's workers."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Number of worker processes; `auto` takes all slots of the pool (reward: derived from CPUs)."""
+    cpus: PositiveFloat | None = None
+    """CPUs of one worker of a role that has processes of its own (reward); derived when not set."""
+    worker: str | None = None
+    """Own worker class by import path, instead of the built-in one of the role."""
+
+
+class PoolConfig(Section):
+    """A set of slots: places for one process each."""
+
+    nodes: tuple[NotNegative, ...] | Literal["auto"] = "auto"
+    """Slots per node: `[2]` is one node with two, `[4, 2]` two uneven nodes; `auto` derives them from the machine."""
+    gpus: NotNegative = 0
+    """GPUs of one slot."""
+    cpus: PositiveFloat | None = None
+    """CPUs of one slot; derived when not set."""
+
+
+class TrainerConfig(Section):
+    """The loop, the optimizer, and what is written when."""
+
+    steps: Positive = 100
+    """Steps of the run."""
+    prompts_per_step: Positive = 32
+    """Prompts drawn for one step; the step trains on `prompts_per_step * algorithm.group_size` answers."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass over the answers of a step; must divide `prompts_per_step`."""
+    epochs: Positive = 1
+    """Passes over the answers of a step."""
+    micro_batch_tokens: Positive = 16_384
+    """Tokens (padding included) of one forward and backward pass; changes memory and speed, never the gradient."""
+    learning_rate: NotNegativeFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; `linear` and `cosine` need `schedule_steps`."""
+    schedule_steps: Positive | None = None
+    """Optimizer steps after which `linear` and `cosine` reach 0; never taken from `steps`."""
+    weight_decay: NotNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Global gradient norm above which gradients are scaled down; none when not set."""
+    save_every: NotNegative = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints that are kept."""
+    eval_every: NotNegative = 0
+    """Steps between evaluations on held-out prompts; 0 evaluates only before the first and after the last step."""
+    save_samples_every: Positive = 10
+    """Steps between files of samples under `samples/`."""
+    sinks: tuple[str, ...] = ()
+    """Further loggers (`tensorboard`, or own ones by import path); files in the run directory are always written."""
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: of `rolemesh sft`, and the warm start of `rolemesh train` when the section is given."""
+
+    steps: Positive = 100
+    """Optimizer steps."""
+    batch_size: Positive = 64
+    """Examples of one step."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: NotNegative = 10
+    """Steps of linear warm-up."""
+
+
+class DeadlinesConfig(Section):
+    """How long each kind of wait may take, in seconds. Nothing waits without one."""
+
+    create: PositiveFloat = 60.0
+    """Placing a pool and starting its processes."""
+    load: PositiveFloat = 300.0
+    """Loading models in the workers."""
+    join: PositiveFloat = 60.0
+    """Forming a communicator."""
+    call: PositiveFloat = 1800.0
+    """One call of a worker group."""
+    control: PositiveFloat = 10.0
+    """An answer of a worker's control thread."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = "run"
+    """Prefix of the run directory."""
+    seed: NotNegative = 0
+    """Seed of everything random: data order, model start, sampling."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds run directories."""
+    backend: Literal["ray", "local"] = "ray"
+    """`ray` runs processes; `local` runs everything in this process, for debugging."""
+    deterministic: bool = False
+    """Bit-equal samples whatever the number of workers, at some cost in speed."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: tuple[RewardConfig, ...] = (RewardConfig(),)
+    roles: dict[str, RoleConfig] = {"actor": RoleConfig(), "rollout": RoleConfig(), "reward": RoleConfig()}
+    pools: dict[str, PoolConfig] = {"main": PoolConfig()}
+    trainer: TrainerConfig = TrainerConfig()
+    sft: SftConfig | None = None
+    deadlines: DeadlinesConfig = DeadlinesConfig()

@@ -1,0 +1,203 @@
+"""Every error rolemesh raises on purpose, in one tree.
+
+    RolemeshError                     exit code 1
+    ├── ConfigError                   2   the config (or data, or model folder it names) cannot be used; lists all problems
+    ├── ResourceError                 3   the resources cannot satisfy the plan; lists all problems
+    ├── BatchError                        columns or rows do not fit together
+    ├── DeadlineExceeded              4   a wait ended; says who waited for whom and since when
+    ├── WorkerError                   4   a worker's method raised; carries the original type, message and traceback
+    │   └── WorkerDied                4   the worker's process is gone
+    ├── StaleCall                         a call of an older controller epoch or group generation was refused
+    ├── StaleWeights                      an engine was asked for another weight version than it holds
+    └── RunStopped                    4   the run ended on purpose (policy), with the reason
+
+Errors travel between processes, so each one pickles: a subclass takes keyword fields only and composes its message from them.
+Messages say what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with a config or a plan.
+
+    `subject` names the thing (a config key such as ``trainer.steps``, a pool, a role), `need` what is required, `free` (or found)
+    what there is, and `remedy` what the user can do about it.
+    """
+
+    subject: str
+    need: str
+    free: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.subject}: {self.need}"
+        if self.free:
+            text += f"; found {self.free}"
+        if self.remedy:
+            text += f". {self.remedy}"
+        return text
+
+
+def _rebuild(cls: type[RolemeshError], fields: dict[str, Any]) -> RolemeshError:
+    return cls(**fields)
+
+
+class RolemeshError(Exception):
+    """Base of all. Subclasses list their keyword fields in the signature of `message`."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+        super().__init__(self.message(**fields))
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return str(fields.get("text", cls.__name__))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.fields)
+
+
+class _ProblemsError(RolemeshError):
+    def __init__(self, *, problems: Sequence[Problem]) -> None:
+        super().__init__(problems=tuple(problems))
+        self.problems = tuple(problems)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return "\n".join(str(problem) for problem in fields["problems"])
+
+    @classmethod
+    def one(cls, subject: str, need: str, free: str = "", remedy: str = "") -> Self:
+        """The error for a single problem."""
+        return cls(problems=[Problem(subject=subject, need=need, free=free, remedy=remedy)])
+
+
+class ConfigError(_ProblemsError):
+    """The config, or data or a model folder that it names, cannot be used. Raised before any process starts."""
+
+    exit_code = 2
+
+
+class ResourceError(_ProblemsError):
+    """The machine or cluster cannot hold the plan. Raised before any process of the run starts."""
+
+    exit_code = 3
+
+
+class BatchError(RolemeshError):
+    """Columns or rows do not fit together: names the columns and the first differing row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text=text)
+
+
+class DeadlineExceeded(RolemeshError):
+    """A wait ended without result."""
+
+    exit_code = 4
+
+    def __init__(self, *, waiter: str, subject: str, seconds: float, last_report: str = "") -> None:
+        super().__init__(waiter=waiter, subject=subject, seconds=seconds, last_report=last_report)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        report = f" Last report: {fields['last_report']}" if fields.get("last_report") else ""
+        return f"{fields['waiter']} waited {fields['seconds']:.1f} s for {fields['subject']} and gave up.{report}"
+
+
+class WorkerError(RolemeshError):
+    """A worker's method raised. The last lines a user sees name role, rank, node and the original exception."""
+
+    exit_code = 4
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        rank: int,
+        node: str,
+        pid: int,
+        method: str,
+        original_type: str,
+        original_message: str,
+        original_traceback: str = "",
+        log_path: str = "",
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(
+            group=group,
+            rank=rank,
+            node=node,
+            pid=pid,
+            method=method,
+            original_type=original_type,
+            original_message=original_message,
+            original_traceback=original_traceback,
+            log_path=log_path,
+            log_tail=log_tail,
+        )
+
+    @property
+    def original_type(self) -> str:
+        return str(self.fields["original_type"])
+
+    @property
+    def original_traceback(self) -> str:
+        return str(self.fields["original_traceback"])
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        where = f"{fields['group']} rank {fields['rank']} (node {fields['node']}, pid {fields['pid']}) in {fields['method']}()"
+        lines = [f"{where}: {fields['original_type']}: {fields['original_message']}"]
+        if fields.get("log_tail"):
+            lines += [f"last lines of {fields['log_path']}:", *(f"  {line}" for line in str(fields["log_tail"]).splitlines())]
+        return "\n".join(lines)
+
+
+class WorkerDied(WorkerError):
+    """The worker's process ended (killed, out of memory, crashed) while a call was under way or expected."""
+
+
+class StaleCall(RolemeshError):
+    """A call carried an older controller epoch or group generation than the worker has seen."""
+
+    def __init__(self, *, group: str, rank: int, got: tuple[int, int], current: tuple[int, int]) -> None:
+        super().__init__(group=group, rank=rank, got=got, current=current)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return (
+            f"{fields['group']} rank {fields['rank']} refused a call of (epoch, generation) {fields['got']}: it already serves "
+            f"{fields['current']}. The caller is an older controller or holds an older group"
+        )
+
+
+class StaleWeights(RolemeshError):
+    """An engine holds another weight version than the one asked for. Never served."""
+
+    def __init__(self, *, where: str, holds: int, asked: int) -> None:
+        super().__init__(where=where, holds=holds, asked=asked)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return (
+            f"{fields['where']} holds weight version {fields['holds']}, asked for {fields['asked']}. "
+            "Publish the weights to it before generating"
+        )
+
+
+class RunStopped(RolemeshError):
+    """The run was ended by a policy of the user (for example `algorithm.no_signal: stop`)."""
+
+    exit_code = 4
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text=text)

@@ -1,0 +1,1 @@
+"""The seams: small protocols with several implementations each."""
