@@ -1,0 +1,115 @@
+"""Every metric that rolemesh writes, declared once: the keys of `metrics.jsonl`, and the source of `docs/reference/metrics.md`.
+
+A part in angle brackets stands for any text without a slash: `time/<role>/<call>` covers `time/actor/update`. User code may record
+further names; they are written all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricInfo:
+    """One key: its unit (`share` is a fraction of 1, `nat` a natural-log unit), its meaning and the role or part that produces it."""
+
+    name: str
+    unit: str
+    meaning: str
+    producer: str
+
+
+def _declare(*rows: tuple[str, str, str, str]) -> dict[str, MetricInfo]:
+    return {name: MetricInfo(name=name, unit=unit, producer=producer, meaning=meaning) for name, unit, producer, meaning in rows}
+
+
+METRICS: Final[dict[str, MetricInfo]] = _declare(
+    ("step", "count", "loop", "number of the step, from 1; the row of an evaluation before training has step 0"),
+    ("step/skipped", "count", "loop", "1 when the update of the step was left out because no group had any spread in its rewards"),
+    ("reward/mean", "reward", "reward", "mean total reward of the samples that were scored"),
+    ("reward/std", "reward", "reward", "standard deviation of the total reward over the samples that were scored"),
+    ("reward/max", "reward", "reward", "largest total reward"),
+    ("reward/min", "reward", "reward", "smallest total reward"),
+    ("reward/failed", "samples", "reward", "samples without a reward: the function failed, timed out, gave no finite number or abstained"),
+    ("reward/failed/<status>", "samples", "reward", "samples without a reward for this reason"),
+    ("reward/zero_spread_groups", "share", "algorithm", "groups whose rewards are all equal and that therefore carry no signal"),
+    ("reward/all_right_groups", "share", "algorithm", "groups without spread at the largest reward of the step or at 1"),
+    ("reward/all_wrong_groups", "share", "algorithm", "groups without spread at or below 0"),
+    ("response_length/mean", "tokens", "rollout", "mean length of the sampled answers, the end token included, before anything is masked"),
+    ("response_length/max", "tokens", "rollout", "longest answer"),
+    ("response_length/min", "tokens", "rollout", "shortest answer"),
+    ("response_length/cut_share", "share", "rollout", "answers that ended at a length limit, by the engine's finish reason"),
+    ("eval/accuracy", "share", "loop", "held-out answers that the verifier calls right"),
+    ("eval/reward_mean", "reward", "loop", "mean total reward of the held-out answers"),
+    ("policy/loss", "loss", "actor", "loss of the policy, normalised as `algorithm.aggregation` says"),
+    ("policy/ratio_mean", "ratio", "actor", "mean probability ratio of trainer to engine over the trained tokens"),
+    ("policy/ratio_max_deviation", "ratio", "actor", "largest distance of a token's ratio from 1"),
+    (
+        "policy/ratio_first_minibatch_max_deviation",
+        "ratio",
+        "actor",
+        "the same over the first mini-batch of the step, where trainer and engine hold the same weights: shows any mismatch between them",
+    ),
+    ("policy/clip_low_share", "share", "actor", "trained tokens whose ratio fell below the lower clip while the loss wanted it lower"),
+    ("policy/clip_high_share", "share", "actor", "trained tokens whose ratio rose above the upper clip while the loss wanted it higher"),
+    ("policy/entropy", "nat", "actor", "mean entropy of the next-token distribution over the trained tokens"),
+    ("policy/kl_engine", "nat", "actor", "estimate of the divergence between the engine's and the trainer's distribution"),
+    ("actor/grad_norm", "norm", "actor", "global gradient norm before clipping"),
+    ("actor/learning_rate", "rate", "actor", "learning rate of the last optimizer step"),
+    ("actor/steps_skipped_nonfinite", "count", "actor", "optimizer steps left out because the gradient was not finite"),
+    (
+        "rollout/logprob_gap_max",
+        "nat",
+        "actor",
+        "largest gap between the engine's and the trainer's log-probability of a token, same weights",
+    ),
+    ("weights/version", "count", "loop", "version of the weights that sampled the answers of the step"),
+    ("samples/drawn", "samples", "loop", "answers that were asked for"),
+    ("samples/trained", "samples", "loop", "answers with a weight above 0 in the loss"),
+    ("samples/masked", "samples", "loop", "answers that arrived and were left out of the loss, for instance without a reward"),
+    ("samples/lost", "samples", "loop", "answers that were asked for and are neither trained nor masked; always 0"),
+    ("data/removed/<reason>", "prompts", "data", "prompts removed before training for this reason"),
+    ("sft/loss", "nat", "actor", "supervised fine-tuning: mean negative log-likelihood of a target token"),
+    ("sft/grad_norm", "norm", "actor", "supervised fine-tuning: global gradient norm before clipping"),
+    ("sft/learning_rate", "rate", "actor", "supervised fine-tuning: learning rate of the step"),
+    ("time/step", "s", "loop", "wall time of the whole step"),
+    ("time/<role>/<call>", "s", "loop", "wall time of this call of the role's workers in the step, the slowest rank"),
+    ("throughput/tokens_per_second", "tokens/s", "loop", "prompt and answer tokens of the step divided by the wall time of the step"),
+    ("bottleneck/role", "text", "loop", "role that held the step back"),
+    ("bottleneck/reason", "text", "loop", "call of that role with the largest own time, and how large it was"),
+    ("metrics/nonfinite", "count", "sink", "values of this row that were not finite and were left out of it; absent when there were none"),
+)
+
+_ANY_PART: Final = re.compile(r"<\w+>")
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile("[^/]+".join(re.escape(text) for text in _ANY_PART.split(name)))
+
+
+_PATTERNS: Final = [(_pattern(name), info) for name, info in METRICS.items() if "<" in name]
+
+
+def describe(name: str) -> MetricInfo | None:
+    """What the table says about a key, by itself or by a pattern; None for a name that is not in the table."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((info for pattern, info in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def metrics_reference() -> str:
+    """The Markdown page `docs/reference/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "Keys of `metrics.jsonl`, one object a step. This page is generated from `rolemesh.observe.METRICS` by `make docs`.",
+        "A part in angle brackets stands for any text without a slash. A `share` is a fraction of 1, a `nat` the unit of natural",
+        "logarithms. Values that are not finite are left out of the row and counted in `metrics/nonfinite`.",
+        "",
+        "| key | unit | from | meaning |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{info.name}` | {info.unit} | {info.producer} | {info.meaning} |" for info in METRICS.values()]
+    return "\n".join(lines) + "\n"
