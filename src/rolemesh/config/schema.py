@@ -31,6 +31,8 @@ class ModelConfig(Section):
     """A Hugging Face folder, or the name of a built-in tiny model (`tiny`), which is made from scratch."""
     tokenizer: str | None = None
     """Tokenizer folder; the model's own folder when not set."""
+    pad_token: str | None = None
+    """Padding token, for a tokenizer that declares none; must be in its vocabulary (its end token will do)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights."""
     trust_remote_code: bool = False
