@@ -5,6 +5,36 @@ imports torch or Ray.
 """
 
 from rolemesh.observe.catalogue import METRICS, MetricInfo, describe, metrics_reference
+from rolemesh.observe.events import STAGES, Event, EventLog, Stage
+from rolemesh.observe.files import JsonLines, read_json_lines, write_json, write_text
 from rolemesh.observe.metrics import Metrics
+from rolemesh.observe.run_dir import RunDirectory, find_run, list_runs
+from rolemesh.observe.sinks import GuardedSink, JsonlSink, MetricValue, Sink, create_sinks
+from rolemesh.observe.spans import Span, SpanRecorder, Tracer
 
-__all__ = ["METRICS", "MetricInfo", "Metrics", "describe", "metrics_reference"]
+__all__ = [
+    "METRICS",
+    "STAGES",
+    "Event",
+    "EventLog",
+    "GuardedSink",
+    "JsonLines",
+    "JsonlSink",
+    "MetricInfo",
+    "MetricValue",
+    "Metrics",
+    "RunDirectory",
+    "Sink",
+    "Span",
+    "SpanRecorder",
+    "Stage",
+    "Tracer",
+    "create_sinks",
+    "describe",
+    "find_run",
+    "list_runs",
+    "metrics_reference",
+    "read_json_lines",
+    "write_json",
+    "write_text",
+]

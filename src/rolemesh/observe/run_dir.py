@@ -1,0 +1,191 @@
+"""The directory of one run, `<runs_dir>/<name>-<id>/`: the contract between a run and everything that reads it.
+
+`train` creates it; `status`, `doctor`, `report`, `replay`, `audit` and `--resume` find and open it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from rolemesh import registry
+from rolemesh.errors import ConfigError
+from rolemesh.observe.files import read_json_lines, write_json, write_text
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ID: Final = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
+_MARKS: Final = ("status.json", "config.yaml")
+"""A folder that holds one of these is taken for a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of a run's files. Every path is fixed here; whether a file exists yet depends on how far the run has come."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str) -> Self:
+        """A new directory. Its id is the time (UTC) and four random hex digits; two runs never get the same one.
+
+        Raises ConfigError when `name` cannot be part of a folder name.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError.one("name", "must consist of letters, digits, '.', '_' and '-', the first a letter or digit", repr(name))
+        while True:
+            path = runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            break
+        run = cls(path)
+        for folder in (run.samples, run.checkpoints, run.logs):
+            folder.mkdir()
+        run.write_status({"state": "created"})
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """An existing directory. Raises ConfigError when it is no run."""
+        if not is_run(path):
+            raise ConfigError.one(
+                "run", f"a run directory holds {' or '.join(_MARKS)}", f"{path} " + ("without them" if path.is_dir() else "does not exist")
+            )
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """`<name>-<id>`, unique among the runs of a folder."""
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that was launched, JSON."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """State changes and failures, one JSON object each."""
+        return self.path / "events.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        """Epochs, generations, commits and scores that cannot be repeated; fsynced."""
+        return self.path / "journal"
+
+    @property
+    def trace(self) -> Path:
+        """Timeline for Perfetto or chrome://tracing."""
+        return self.path / "trace.json"
+
+    @property
+    def samples(self) -> Path:
+        """Folder of Parquet files with samples."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of `step-N/` folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder with the output of every worker."""
+        return self.path / "logs"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended, JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def status(self) -> Path:
+        """What the run does now, JSON."""
+        return self.path / "status.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint of a step."""
+        return self.checkpoints / f"step-{step}"
+
+    def read_status(self) -> dict[str, Any]:
+        """The last written status; empty when the run has none."""
+        if not self.status.exists():
+            return {}
+        status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
+        return status
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace the status as a whole; a reader never sees a part of it."""
+        write_json(self.status, status)
+
+    def truncate_metrics(self, after_step: int) -> int:
+        """Drop the rows of steps above `after_step`, which a resumed run makes again, and return how many there were."""
+        rows = read_json_lines(self.metrics)
+        kept = [row for row in rows if row["step"] <= after_step]
+        if len(kept) < len(rows):
+            write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        return len(rows) - len(kept)
+
+
+def is_run(path: Path) -> bool:
+    """True for a folder that was made by a run."""
+    return any((path / mark).is_file() for mark in _MARKS)
+
+
+def list_runs(runs_dir: Path) -> list[RunDirectory]:
+    """The runs of a folder, oldest first by the time in their names; folders without one come first."""
+    if not runs_dir.is_dir():
+        return []
+    return [RunDirectory(path) for path in sorted(filter(is_run, runs_dir.iterdir()), key=_created)]
+
+
+def _created(path: Path) -> tuple[str, int]:
+    found = _ID.search(path.name)
+    # Within one second the time of the last change of the config decides; it is written once, at the start.
+    mark = next(path / mark for mark in reversed(_MARKS) if (path / mark).is_file())
+    return (found.group(1) if found else "", mark.stat().st_mtime_ns)
+
+
+def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
+    """A run by path, by name, by the beginning of its name if only one run has it, or the newest when `run` is None.
+
+    Raises ConfigError that lists the candidates otherwise.
+    """
+    if run is not None and is_run(Path(run)):
+        return RunDirectory(Path(run))
+    runs = list_runs(runs_dir)
+    if run is None:
+        if not runs:
+            raise ConfigError.one("run", "there must be a run to work on", f"none in {runs_dir}", "Start one with `rolemesh train`")
+        return runs[-1]
+    exact = [found for found in runs if found.name == run]
+    matching = exact or [found for found in runs if found.name.startswith(run)]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(found.name for found in (matching or runs)[-5:])
+    if matching:
+        raise ConfigError.one("run", f"{run!r} must fit one run", f"{len(matching)}: {names}", "Write more of the name")
+    hint = registry.nearest(run, [found.name for found in runs])
+    raise ConfigError.one(
+        "run",
+        f"no run in {runs_dir} is called {run!r}",
+        f"{len(runs)} runs, the newest {names}" if runs else "no runs",
+        f"Did you mean {hint!r}?" if hint else "",
+    )

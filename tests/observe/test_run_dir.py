@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rolemesh.errors import ConfigError
+from rolemesh.observe import JsonlSink, RunDirectory, find_run, list_runs, read_json_lines
+from rolemesh.observe.run_dir import is_run
+
+
+def make(runs_dir, name):
+    path = runs_dir / name
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("name: x\n")
+    return path
+
+
+def test_create_makes_the_folders_of_the_contract(tmp_path):
+    run = RunDirectory.create(tmp_path / "runs", "demo")
+    assert run.path.parent == tmp_path / "runs"
+    assert run.name.startswith("demo-")
+    assert all(folder.is_dir() for folder in (run.samples, run.checkpoints, run.logs))
+    names = [run.config, run.plan, run.metrics, run.events, run.journal, run.trace, run.summary, run.status]
+    contract = "config.yaml plan.json metrics.jsonl events.jsonl journal trace.json summary.json status.json"
+    assert [path.relative_to(run.path).as_posix() for path in names] == contract.split()
+    assert run.checkpoint(7) == run.path / "checkpoints" / "step-7"
+    assert RunDirectory.open(run.path) == run
+
+
+def test_runs_started_in_the_same_second_get_their_own_directory(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: RunDirectory.create(tmp_path, "demo"), range(64)))
+    assert len({run.path for run in runs}) == 64
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x"])
+def test_names_that_are_no_folder_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="must consist of letters"):
+        RunDirectory.create(tmp_path, name)
+
+
+def test_open_refuses_what_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="without them"):
+        RunDirectory.open(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        RunDirectory.open(tmp_path / "gone")
+
+
+def test_status_is_replaced_and_read_back(tmp_path):
+    run = RunDirectory.create(tmp_path, "demo")
+    assert run.read_status() == {"state": "created"}
+    run.write_status({"state": "running", "step": 3})
+    assert run.read_status() == {"state": "running", "step": 3}
+    run.status.unlink()
+    assert run.read_status() == {}
+
+
+def test_resume_drops_the_rows_it_makes_again(tmp_path):
+    run = RunDirectory.create(tmp_path, "demo")
+    sink = JsonlSink(run.metrics)
+    for step in range(5):
+        sink.write(step, {"reward/mean": step / 4})
+    sink.close()
+    with run.metrics.open("a") as file:
+        file.write('{"step": 5, "rew')
+    assert run.truncate_metrics(after_step=2) == 2
+    assert read_json_lines(run.metrics) == [{"step": step, "reward/mean": step / 4} for step in range(3)]
+    before = run.metrics.read_bytes()
+    assert run.truncate_metrics(after_step=2) == 0
+    assert run.metrics.read_bytes() == before
+    assert RunDirectory.create(tmp_path, "fresh").truncate_metrics(after_step=0) == 0
+
+
+def test_find_run_by_path_name_and_beginning(tmp_path, monkeypatch):
+    runs = tmp_path / "runs"
+    first = make(runs, "demo-20260101-000000-aaaa")
+    second = make(runs, "demo-20260102-000000-bbbb")
+    named = make(runs, "demo")
+    elsewhere = make(tmp_path / "other", "sft-1")
+    (runs / "notes").mkdir()
+    assert find_run(runs, str(elsewhere)).path == elsewhere
+    assert find_run(runs, "demo-20260101-000000-aaaa").path == first
+    assert find_run(runs, "demo-20260102").path == second
+    assert find_run(runs, "demo").path == named  # an exact name wins over those it begins
+    assert find_run(runs, None).path == second
+    assert [run.path for run in list_runs(runs)] == [named, first, second]
+    # A folder of the working directory that is no run does not hide one.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert find_run(runs, "demo").path == named
+
+
+def test_find_run_says_what_there_is(tmp_path):
+    with pytest.raises(ConfigError, match="rolemesh train"):
+        find_run(tmp_path / "runs", None)
+    with pytest.raises(ConfigError, match="found no runs"):
+        find_run(tmp_path / "runs", "demo")
+    make(tmp_path, "demo-20260101-000000-aaaa")
+    make(tmp_path, "demo-20260102-000000-bbbb")
+    with pytest.raises(ConfigError, match=r"must fit one run; found 2: demo-20260101-000000-aaaa, demo-20260102-000000-bbbb"):
+        find_run(tmp_path, "demo-")
+    with pytest.raises(ConfigError, match="Did you mean 'demo-20260101-000000-aaaa'"):
+        find_run(tmp_path, "demo-20260101-000000-aaab")
+
+
+def test_newest_run_of_one_second_is_the_last_started(tmp_path):
+    paths = [make(tmp_path, f"{name}-20260101-000000-{name * 4}") for name in "cab"]
+    for number, path in enumerate(paths):
+        os.utime(path / "config.yaml", ns=(number, number))
+    assert find_run(tmp_path, None).path == paths[-1]
+    assert all(is_run(path) for path in paths)
