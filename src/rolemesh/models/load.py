@@ -1,0 +1,124 @@
+"""Load a model with the weights, number format and determinism that the config asks for. Called by train and rollout engines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rolemesh.config.schema import ModelConfig
+from rolemesh.errors import ConfigError
+from rolemesh.models.folders import BUILTIN, model_folder
+
+logger = logging.getLogger(__name__)
+
+# What transformers raises for folders that it cannot read. Mapped to ConfigError here and nowhere else.
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+
+
+def load_config(model: ModelConfig) -> PreTrainedConfig:
+    """The model's own config with every kind of dropout set to 0, so that training and rollout compute the same function."""
+    folder = model_folder(model.path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError.one("model.path", "the folder must hold a config.json", str(folder), "Give a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise _unusable(folder, error) from error
+    for key, value in config.to_dict().items():
+        # attention_dropout, resid_pdrop, layerdrop ...: a rate under any of the names in use
+        if "drop" in key and isinstance(value, float) and value != 0.0:
+            setattr(config, key, 0.0)
+    return config
+
+
+def load_model(model: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """A causal language model in eval mode, without dropout in any mode, in `model.dtype` on `device`.
+
+    A built-in model gets its weights from `seed` alone: they are the same in every process, and the caller's random state is left as
+    it was. A folder gives its own weights, from safetensors files only. Raises ConfigError when files are missing, unreadable, of
+    another kind, or do not hold every weight of the model.
+    """
+    config = load_config(model)
+    dtype = getattr(torch, model.dtype)
+    loaded = _initialise(config, seed) if model.path in BUILTIN else _read(model, config, dtype)
+    for module in loaded.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return loaded.to(device=device, dtype=dtype).eval()
+
+
+def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    # Drawn in float32 whatever the final format, so that formats differ by rounding only.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    folder = model_folder(model.path)
+    _check_weight_files(folder)
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except LOAD_ERRORS as error:
+        raise _unusable(folder, error) from error
+    _check_complete(folder, info)
+    return loaded
+
+
+def _check_weight_files(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in wanted if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError.one(
+                "model.path", f"all {len(wanted)} weight files of {index.name} must be in {folder}", f"no {', '.join(missing)}"
+            )
+    elif not (folder / "model.safetensors").is_file():
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors") for path in folder.glob(pattern))
+        raise ConfigError.one(
+            "model.path",
+            f"{folder} must hold model.safetensors or model.safetensors.index.json with its shards",
+            ", ".join(others) or "no weight files",
+            "Other formats are not read; convert them with save_pretrained of transformers" if others else "",
+        )
+
+
+def _check_complete(folder: Path, info: dict[str, Any]) -> None:
+    """Weights that the files lack would be random, silently; weights that the model does not use are only reported."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError.one(
+            "model.path",
+            f"the weight files of {folder} must hold every weight of the model",
+            f"{len(missing)} missing: {_some(missing)}",
+            "config.json and the weight files do not belong together, or the folder is incomplete",
+        )
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        logger.warning("%s: %d weights have no place in the model and are left out: %s", folder, len(unused), _some(unused))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+
+
+def _unusable(folder: Path, error: BaseException) -> ConfigError:
+    remedy = "If you trust its author, set model.trust_remote_code=true" if "trust_remote_code" in str(error) else ""
+    return ConfigError.one(
+        "model.path", f"{folder} must be a causal language model that transformers can load", f"{type(error).__name__}: {error}", remedy
+    )

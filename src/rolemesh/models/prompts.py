@@ -1,0 +1,45 @@
+"""Turn a prompt into token ids. The one place where a BOS is added, so that every path has exactly one. Called by data and `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rolemesh.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool) -> list[int]:
+    """Token ids of a text, or of chat messages through the tokenizer's template (with `chat`; a text is then one user message).
+
+    The ids begin with exactly one BOS if the tokenizer has one: whether the template, the text or the tokenizer itself writes none, one
+    or several makes no difference. Raises ConfigError for messages without `chat`, and for `chat` without a template.
+    """
+    text = render_prompt(tokenizer, prompt, chat=chat)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return ids
+    # Only the run at the start: a chat format may use its BOS as the mark of every message.
+    start = next((place for place, token in enumerate(ids) if token != bos), len(ids))
+    return [bos, *ids[start:]]
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool) -> str:
+    """The text that `encode_prompt` encodes. Raises ConfigError as it does."""
+    if not chat:
+        if isinstance(prompt, str):
+            return prompt
+        raise ConfigError.one("data.chat", "prompts must be text unless this is true", "a list of chat messages", "Set data.chat=true")
+    if not tokenizer.chat_template:
+        raise ConfigError.one(
+            "data.chat",
+            "the tokenizer must have a chat template",
+            f"none in {tokenizer.name_or_path}",
+            "Set data.chat=false and write the format into data.prompt_template, or add chat_template.jinja to the tokenizer",
+        )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

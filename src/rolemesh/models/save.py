@@ -1,0 +1,75 @@
+"""Write a model as a Hugging Face folder that is either whole or absent. Called by checkpoints and `export`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def save_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, state_dict: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write weights (safetensors), config, generation config and tokenizer to `folder`, replacing what is there.
+
+    Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half a model. `state_dict`
+    gives full weights gathered from elsewhere (a sharded model); by default they are the model's own.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        state = dict(model.state_dict() if state_dict is None else state_dict)
+        _save_weights(fresh, model, state)
+        tokenizer.save_pretrained(fresh)
+        _sync(fresh)
+        _swap(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    _sync_path(folder.parent)
+
+
+def _save_weights(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
+    # A config that says "tied" over tensors that differ would lose one of them for readers that believe it.
+    config_ties = getattr(model.config, "tie_word_embeddings", False)
+    if config_ties and not _tied(model, state):
+        model.config.tie_word_embeddings = False
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        if config_ties:
+            model.config.tie_word_embeddings = True
+
+
+def _tied(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> bool:
+    pairs: Mapping[str, str] = model.all_tied_weights_keys
+    return all(torch.equal(state[one], state[other]) for one, other in pairs.items() if one in state and other in state)
+
+
+def _swap(fresh: Path, folder: Path) -> None:
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    old = fresh.with_suffix(".old")
+    folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        _sync_path(path)
+    _sync_path(folder)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

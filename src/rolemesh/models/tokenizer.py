@@ -1,0 +1,96 @@
+"""Load a tokenizer and refuse one that would fail later. Called by data, rollout, rewards (decoding) and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rolemesh.config.schema import ModelConfig
+from rolemesh.errors import ConfigError, Problem
+from rolemesh.models.folders import model_folder
+from rolemesh.models.load import LOAD_ERRORS, load_config
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, or else of `model.path`, with an end and a padding token.
+
+    No token is ever guessed: where the tokenizer declares no padding token, `model.pad_token` names one. Raises ConfigError when the
+    folder cannot be loaded, when there is no end or padding token, or when ids would lie outside the model's embedding.
+    """
+    subject = "model.path" if model.tokenizer is None else "model.tokenizer"
+    folder = model_folder(model.tokenizer or model.path, subject=subject)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise ConfigError.one(
+            subject,
+            f"{folder} must hold a tokenizer that transformers can load",
+            f"{type(error).__name__}: {error}",
+            "Set model.tokenizer to a folder with tokenizer.json and tokenizer_config.json",
+        ) from error
+    problems = [*_pad_problems(tokenizer, model, folder), *_eos_problems(tokenizer, folder, subject)]
+    problems += _size_problems(tokenizer, model, folder, subject)
+    if problems:
+        raise ConfigError(problems=problems)
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:
+    """Ids that end an answer, in rising order: the tokenizer's end token and those of config.json and generation_config.json.
+
+    Chat models often end a turn with another token than a text, and name it in one of these places only.
+    """
+    folder = model_folder(model.path)
+    stops = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        stops.update(declared if isinstance(declared, list) else [declared])
+    return tuple(sorted(stop for stop in stops if stop is not None))
+
+
+def _pad_problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path) -> list[Problem]:
+    """Apply `model.pad_token`; the problem that is left, if any."""
+    if model.pad_token is not None:
+        if model.pad_token not in tokenizer.get_vocab():
+            return [Problem(subject="model.pad_token", need=f"must be in the vocabulary of {folder}", free=repr(model.pad_token))]
+        tokenizer.pad_token = model.pad_token
+    if tokenizer.pad_token_id is not None:
+        return []
+    example = f", for example model.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
+    return [
+        Problem(
+            subject="model.pad_token",
+            need=f"the tokenizer in {folder} declares no padding token, so this option must name one of its tokens",
+            remedy=f"Set it{example}",
+        )
+    ]
+
+
+def _eos_problems(tokenizer: PreTrainedTokenizerBase, folder: Path, subject: str) -> list[Problem]:
+    if tokenizer.eos_token_id is not None:
+        return []
+    return [
+        Problem(
+            subject=subject,
+            need=f"the tokenizer in {folder} must declare an end token, or no answer would ever be finished",
+            remedy="Add eos_token to its tokenizer_config.json",
+        )
+    ]
+
+
+def _size_problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path, subject: str) -> list[Problem]:
+    highest = max(tokenizer.get_vocab().values())
+    rows = int(load_config(model).get_text_config().vocab_size)
+    if highest < rows:
+        return []
+    return [
+        Problem(
+            subject=subject,
+            need=f"every token id must be below the {rows} rows of the model's embedding",
+            free=f"id {highest} in the tokenizer of {folder}",
+            remedy="Use the model's own tokenizer, or a model whose embedding was resized for this one",
+        )
+    ]

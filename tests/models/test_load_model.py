@@ -1,0 +1,184 @@
+"""Models: seeded start, complete weights or a refusal, no dropout, whole folders."""
+
+import json
+import logging
+import socket
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rolemesh.config.schema import ModelConfig
+from rolemesh.errors import ConfigError
+from rolemesh.models import load_model, load_tokenizer, save_model
+
+TINY = ModelConfig()
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 512
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    save_model(tmp_path / "model", load_model(TINY, seed=3), tokenizer)
+    return tmp_path / "model"
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def equal(one, other):
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_tiny_has_about_a_million_parameters_and_sdpa():
+    model = load_model(TINY, seed=0)
+    assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.3e6
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+
+
+def test_seed_alone_decides_the_first_weights():
+    torch.manual_seed(1)
+    first = load_model(TINY, seed=0)
+    torch.manual_seed(2)
+    assert equal(first, load_model(TINY, seed=0))
+    assert not equal(first, load_model(TINY, seed=1))
+
+
+def test_random_state_of_the_caller_is_left_alone():
+    before = torch.random.get_rng_state()
+    load_model(TINY, seed=0)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_formats_start_from_the_same_weights():
+    full, half = load_model(TINY, seed=0), load_model(ModelConfig(dtype="bfloat16"), seed=0)
+    assert {value.dtype for value in half.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(value.bfloat16(), half.state_dict()[name]) for name, value in full.state_dict().items())
+
+
+def test_saved_folder_gives_the_same_logits(folder):
+    with torch.no_grad():
+        expected = load_model(TINY, seed=3)(TOKENS).logits
+        assert torch.equal(load_model(ModelConfig(path=str(folder)), seed=0)(TOKENS).logits, expected)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert load_tokenizer(ModelConfig(path=str(folder))).get_vocab() == load_tokenizer(TINY).get_vocab()
+
+
+def test_save_replaces_and_leaves_nothing_beside(folder, tokenizer):
+    (folder / "stale.txt").write_text("old")
+    save_model(folder, load_model(TINY, seed=4), tokenizer)
+    assert equal(load_model(ModelConfig(path=str(folder)), seed=0), load_model(TINY, seed=4))
+    assert not (folder / "stale.txt").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_failed_save_keeps_the_old_model_whole(folder, tokenizer, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_model(folder, load_model(TINY, seed=4), tokenizer)
+    assert equal(load_model(ModelConfig(path=str(folder)), seed=0), load_model(TINY, seed=3))
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_save_takes_gathered_weights(tmp_path, tokenizer):
+    weights = load_model(TINY, seed=5).state_dict()
+    copies = {name: value.clone() for name, value in weights.items()}
+    save_model(tmp_path / "gathered", load_model(TINY, seed=0), tokenizer, state_dict=copies)
+    assert equal(load_model(ModelConfig(path=str(tmp_path / "gathered")), seed=0), load_model(TINY, seed=5))
+
+
+def test_G13_separated_head_survives_a_config_that_says_tied(tmp_path, tokenizer):
+    model = load_model(TINY, seed=0)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    save_model(tmp_path / "untied", model, tokenizer)
+    with torch.no_grad():
+        assert torch.equal(load_model(ModelConfig(path=str(tmp_path / "untied")), seed=0)(TOKENS).logits, model(TOKENS).logits)
+    assert json.loads((tmp_path / "untied" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_dropout_is_off_even_in_train_mode(folder):
+    edit_config(folder, attention_dropout=0.5)
+    model = load_model(ModelConfig(path=str(folder)), seed=0).train()
+    assert model.config.attention_dropout == 0.0
+    assert torch.equal(model(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_missing_weight_is_refused_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"must hold every weight of the model; found 1 missing: model\.norm\.weight"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+def test_unused_weight_is_reported(folder, caplog):
+    weights = load_file(folder / "model.safetensors") | {"value_head.weight": torch.zeros(1, 2)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="rolemesh.models.load"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+    assert "1 weights have no place in the model and are left out: value_head.weight" in caplog.text
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    edit_config(folder, hidden_size=64, head_dim=16)
+    with pytest.raises(ConfigError, match=r"model.path: .* must be a causal language model"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+def test_other_weight_formats_are_refused_by_name(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"must hold model.safetensors .*; found pytorch_model.bin. Other formats are not read"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+def test_missing_shard_is_named(folder):
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    with pytest.raises(ConfigError, match=r"all 2 weight files .*; found no model-2.safetensors"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+@pytest.mark.parametrize("path", ["no/such-model", "tini"])
+def test_missing_folder_is_refused(path):
+    with pytest.raises(ConfigError, match=f"model.path: .*'{path}', which does not exist"):
+        load_model(ModelConfig(path=path), seed=0)
+
+
+def test_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path: the folder must hold a config.json"):
+        load_model(ModelConfig(path=str(tmp_path)), seed=0)
+
+
+def test_unknown_model_type_is_refused(folder):
+    edit_config(folder, model_type="no_such_type")
+    with pytest.raises(ConfigError, match="no_such_type"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+def test_code_of_a_folder_needs_the_flag(folder):
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"})
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code=true"):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+def test_nothing_reaches_for_the_network(folder, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    model = ModelConfig(path=str(folder))
+    load_tokenizer(model)
+    load_model(model, seed=0)
