@@ -48,6 +48,10 @@ class Algorithm(Protocol):
         Rows whose reward is null get token_weight 0 and take no part in any baseline."""
         ...
 
+    def has_signal(self, prepared: Batch) -> bool:
+        """Whether training on a prepared step can move the policy; when not, `algorithm.no_signal` decides."""
+        ...
+
     def loss(self, tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
         """Scalar: the sum over tokens of weight * loss. Records its metrics weighted by `tokens.weights` or token counts."""
         ...

@@ -1,0 +1,186 @@
+"""The seam between the controller and whatever runs processes: Ray, this very process (local), or a simulation.
+
+The controller talks to *processes*, each of which hosts one or more workers (`runtime/host.py`) and does two things side by side: it
+computes one call at a time, and it always answers on a control thread. Everything here is asynchronous; time comes only from the
+backend, so a simulated backend can make it virtual. Only backend files may block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from rolemesh.batch.ref import Assembly, BlockMeta
+from rolemesh.observe import Metrics, Span
+from rolemesh.plan.schema import Inventory, NodeInfo
+
+T = TypeVar("T")
+
+Capability = Literal["processes", "communicators", "preempt"]
+"""`processes`: workers have processes of their own and can be killed; `communicators`: several ranks can form a process group;
+`preempt`: a stuck call does not stop the control thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """A process to start: its unique name, where, and what it may use."""
+
+    name: str
+    pool: str
+    bundle: int
+    """Which of the pool's bundles (slots first, then processes of their own) it occupies."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """One place of a pool: a share of one node."""
+
+    node: int
+    cpus: float
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A started process. `handle` is the backend's own."""
+
+    spec: ProcessSpec
+    node: str
+    address: str
+    pid: int
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One method call on one worker. (epoch, generation) fence off older controllers and groups; `id` makes a repeat recognisable."""
+
+    id: str
+    epoch: int
+    generation: int
+    group: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    assembly: Assembly | None = None
+    """How to put the batch argument together from the fetched blocks; None when the method takes no batch."""
+    batch_blocks: int = 0
+    """How many of the blocks belong to the batch; those of other stored arguments follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An exception of a worker's method, as plain data (the exception's class may not exist on the controller)."""
+
+    type: str
+    message: str
+    traceback: str
+    at: float
+    """Wall clock of the worker, seconds."""
+    error: Exception | None = None
+    """The exception itself when it is one of rolemesh's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a call answers beside its block: small things only."""
+
+    value: Any = None
+    meta: BlockMeta | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    spans: tuple[Span, ...] = ()
+    started: float = 0.0
+    ended: float = 0.0
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a control thread says of its process."""
+
+    pid: int
+    node: str
+    workers: tuple[str, ...]
+    """Groups that have a worker here."""
+    state: Literal["idle", "computing"]
+    call: str
+    """`group.method` under way, or empty."""
+    since: float
+    """Wall clock at which the state began."""
+    stack: str = ""
+    """Python stack of the compute thread, when asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A submitted call: `reply` resolves to the Reply or raises WorkerDied; `block` refers to the table it returns."""
+
+    process: Process
+    call: Call
+    reply: asyncio.Future[Reply]
+    block: Any
+
+
+class Backend(Protocol):
+    """See the module docstring. Every coroutine takes its deadline in seconds and raises DeadlineExceeded naming its subject."""
+
+    name: str
+    lacks: frozenset[Capability]
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run the controller to its end on a loop of the backend's choice."""
+        ...
+
+    def time(self) -> float:
+        """Monotonic seconds; virtual in a simulation."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+    async def inventory(self) -> Inventory:
+        """Nodes in stable order, with what is free."""
+        ...
+
+    async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
+        """Reserve the bundles. On expiry removes what it reserved and raises ResourceError with wanted and free per node."""
+        ...
+
+    async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
+        """Start an empty host in a bundle of a pool."""
+        ...
+
+    async def add_worker(self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float) -> None:
+        """Make a worker in the process. Raises WorkerError with the original exception."""
+        ...
+
+    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
+        """Queue a call on the process's compute thread; `blocks` are fetched there, never here."""
+        ...
+
+    async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
+        """Ask the control thread (`report`, `abort`, ...). Answers also while a call computes."""
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Store a value that the controller itself made; for small columns and prompts."""
+        ...
+
+    async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
+        """Values of references, for the few small columns that the controller reads."""
+        ...
+
+    async def kill(self, process: Process) -> None:
+        """End a process at once (SIGKILL). Idempotent."""
+        ...
+
+    async def release_pool(self, name: str) -> None:
+        """Give the pool's bundles back. Processes in it must be dead."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything this backend made."""
+        ...

@@ -1,0 +1,149 @@
+"""What runs inside a worker process, whatever backend started it: some workers, one compute thread, one control thread.
+
+The backend calls `execute` on the compute thread, one call at a time, and `control` on another thread at any time. A call carries
+(epoch, generation); older ones than seen are refused. A mutating call runs once: its answer is kept, and the same id again gets it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolemesh.batch import Batch
+from rolemesh.batch.ref import BlockMeta, assemble
+from rolemesh.errors import BatchError, RolemeshError, StaleCall
+from rolemesh.observe import Metrics, Span
+from rolemesh.protocols.backend import Call, Failure, Reply, Report
+from rolemesh.runtime.stored import fill
+from rolemesh.runtime.worker import Peers, Registered, Worker, WorkerContext, registered_methods
+
+KEPT_ANSWERS = 2
+"""Answers of mutating calls that each group keeps for asking again; the controller has at most one under way."""
+
+
+class ProcessHost:
+    """The workers of one process."""
+
+    def __init__(self, name: str, node: str) -> None:
+        self.name, self.node = name, node
+        self._workers: dict[str, Worker] = {}
+        self._methods: dict[str, dict[str, Registered]] = {}
+        self._fence: dict[str, tuple[int, int]] = {}
+        self._kept: dict[str, OrderedDict[str, tuple[Reply, Any]]] = {}
+        self._call, self._since = "", time.time()
+        self._compute_thread: int | None = None
+
+    def add_worker(self, group: str, worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, Any]) -> Failure | None:
+        """Make a worker of `group`; replaces an earlier one of the same group."""
+        try:
+            os.environ.update(context.env())
+            worker = worker_class(context, **kwargs)
+        except Exception as error:
+            return _failure(error)
+        worker.peers = Peers(self._workers)
+        self._workers[group] = worker
+        self._methods[group] = registered_methods(worker_class)
+        self._kept[group] = OrderedDict()
+        self._fence.setdefault(group, (0, 0))
+        return None
+
+    def execute(self, call: Call, blocks: Sequence[Any]) -> tuple[Reply, Any]:
+        """Run one call. Returns the small reply and the block it wrote (None without `writes` or `stores`)."""
+        kept = self._kept.get(call.group, OrderedDict())
+        if call.id in kept:
+            return kept[call.id]
+        self._call, self._since, self._compute_thread = f"{call.group}.{call.method}", time.time(), threading.get_ident()
+        try:
+            answer = self._run(call, blocks)
+        except Exception as error:
+            answer = Reply(failure=_failure(error), started=self._since, ended=time.time()), None
+        finally:
+            self._call, self._since = "", time.time()
+        registered = self._methods.get(call.group, {}).get(call.method)
+        if registered is not None and registered.mutates:
+            kept[call.id] = answer
+            while len(kept) > KEPT_ANSWERS:
+                kept.popitem(last=False)
+        return answer
+
+    def _run(self, call: Call, blocks: Sequence[Any]) -> tuple[Reply, Any]:
+        started = time.time()
+        worker, method = self._workers[call.group], self._methods[call.group][call.method]
+        self._check_fence(call, worker)
+        os.environ.update(worker.context.env())
+        args = fill(call.args, blocks)
+        if call.assembly is not None:
+            args = (assemble(call.assembly, [blocks[index] for index in range(call.batch_blocks)]), *args)
+        result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
+        value, meta, block = _pack(method, call, result)
+        metrics, worker.metrics = worker.metrics, Metrics()
+        reply = Reply(
+            value=value,
+            meta=meta,
+            metrics=metrics,
+            spans=self._spans(worker, call, started),
+            started=started,
+            ended=time.time(),
+        )
+        return reply, block
+
+    def _check_fence(self, call: Call, worker: Worker) -> None:
+        got, current = (call.epoch, call.generation), self._fence[call.group]
+        if got < current:
+            raise StaleCall(group=call.group, rank=worker.context.rank, got=got, current=current)
+        self._fence[call.group] = got
+
+    def _spans(self, worker: Worker, call: Call, started: float) -> tuple[Span, ...]:
+        whole = Span(name=call.method, start=started, end=time.time(), process=self.name, track=call.group, args={"call": call.id})
+        return (whole, *worker.spans.drain())
+
+    def control(self, request: str, **kwargs: Any) -> Any:
+        """Answer on the control thread: `report` (with `stack=True`, what the compute thread is doing) or `abort`."""
+        if request == "abort":
+            return sum(worker.abort() for worker in self._workers.values())
+        if request == "report":
+            return self._report(stack=bool(kwargs.get("stack")))
+        raise ValueError(f"control request must be report or abort, got {request!r}")
+
+    def _report(self, *, stack: bool) -> Report:
+        frame = sys._current_frames().get(self._compute_thread or 0) if stack and self._call else None
+        return Report(
+            pid=os.getpid(),
+            node=self.node,
+            workers=tuple(self._workers),
+            state="computing" if self._call else "idle",
+            call=self._call,
+            since=self._since,
+            stack="".join(traceback.format_stack(frame)) if frame is not None else "",
+        )
+
+
+def _pack(method: Registered, call: Call, result: Any) -> tuple[Any, BlockMeta | None, Any]:
+    if method.stores:
+        value, stored = result
+        return value, None, stored
+    if not method.writes:
+        return result, None, None
+    if not isinstance(result, Batch):
+        raise BatchError(f"{call.group}.{call.method}() declares writes={method.writes} and must return a Batch, got {type(result).__name__}")
+    missing = [name for name in method.writes if name not in result.names]
+    if missing:
+        raise BatchError(f"{call.group}.{call.method}() must write {', '.join(method.writes)}; {', '.join(missing)} is missing")
+    written = result.select(list(method.writes)).compact()
+    return None, BlockMeta.of(written), written.table
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        at=time.time(),
+        error=error if isinstance(error, RolemeshError) else None,
+    )

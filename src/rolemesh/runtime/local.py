@@ -1,0 +1,114 @@
+"""The local backend: every worker in this process, every call run where it is made. For tests and for a debugger.
+
+What it cannot do it says (`lacks`): workers share one process (a kill is simulated: the process object refuses from then on), ranks
+cannot form a communicator, and a stuck call stops everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rolemesh.errors import ResourceError, WorkerDied, WorkerError
+from rolemesh.plan.inventory import local_inventory
+from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.runtime.host import ProcessHost
+
+T = TypeVar("T")
+ADDRESS = "127.0.0.1"
+
+
+class LocalBackend:
+    """Backend of one process. See `protocols/backend.py` for the methods."""
+
+    name = "local"
+    lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt"})
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, ProcessHost] = {}
+        self._dead: set[str] = set()
+        self._pools: dict[str, tuple[Bundle, ...]] = {}
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(main)
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def inventory(self) -> Inventory:
+        return local_inventory()
+
+    async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
+        taken = sum(bundle.cpus for pool in self._pools.values() for bundle in pool)
+        for index, node in enumerate(nodes):
+            wanted = sum(bundle.cpus for bundle in bundles if bundle.node == index)
+            if wanted > node.cpus - taken:
+                raise ResourceError.one(
+                    f"pool {name}, node {node.name}", f"CPU: needs {wanted:g}", f"free {node.cpus - taken:g} of {node.cpus:g}",
+                    "Lower pools.<name>.nodes or pools.<name>.cpus",
+                )  # fmt: skip
+        self._pools[name] = tuple(bundles)
+
+    async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
+        node = "local"
+        self._hosts[spec.name] = ProcessHost(spec.name, node)
+        self._dead.discard(spec.name)
+        return Process(spec=spec, node=node, address=ADDRESS, pid=os.getpid(), handle=self._hosts[spec.name])
+
+    async def add_worker(
+        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
+    ) -> None:
+        self._check_alive(process)
+        failure = process.handle.add_worker(group, worker_class, context, kwargs)
+        if failure is not None:
+            raise WorkerError(
+                group=group, rank=context.rank, node=process.node, pid=process.pid, method="__init__",
+                original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
+            ) from failure.error  # fmt: skip
+
+    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        block = None
+        try:
+            self._check_alive(process)
+        except WorkerDied as error:
+            future.set_exception(error)
+        else:
+            reply, block = process.handle.execute(call, blocks)
+            future.set_result(reply)
+        return Pending(process=process, call=call, reply=future, block=block)
+
+    async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
+        self._check_alive(process)
+        return process.handle.control(request, **kwargs)
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
+        return list(refs)
+
+    async def kill(self, process: Process) -> None:
+        self._dead.add(process.spec.name)
+        self._hosts.pop(process.spec.name, None)
+
+    async def release_pool(self, name: str) -> None:
+        self._pools.pop(name, None)
+
+    async def close(self) -> None:
+        self._hosts.clear()
+        self._pools.clear()
+
+    def _check_alive(self, process: Process) -> None:
+        if self._hosts.get(process.spec.name) is not process.handle:
+            raise WorkerDied(
+                group="", rank=-1, node=process.node, pid=process.pid, method="", original_type="Killed",
+                original_message=f"process {process.spec.name} was ended",
+            )  # fmt: skip

@@ -1,0 +1,52 @@
+"""The Ray actor around a `ProcessHost`: one thread computes, the concurrency group `control` always answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import ray
+
+from rolemesh.protocols.backend import Call, Failure, Reply
+from rolemesh.runtime.host import ProcessHost
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
+class RayHost:
+    """Lives in one bundle of a pool. Ray never restarts or moves it."""
+
+    def __init__(self, name: str, log_path: str) -> None:
+        if log_path:
+            _redirect_output(log_path)
+        self._address = ray.util.get_node_ip_address()
+        self._host = ProcessHost(name, self._address)
+
+    @ray.method(concurrency_group="control")
+    def who(self) -> tuple[str, str, int]:
+        """(node, address, pid)."""
+        return self._host.node, self._address, os.getpid()
+
+    def add_worker(self, group: str, worker_class: type, context: Any, kwargs: dict[str, Any]) -> Failure | None:
+        return self._host.add_worker(group, worker_class, context, kwargs)
+
+    def execute(self, call: Call, *blocks: Any) -> tuple[Reply, Any]:
+        """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
+        return self._host.execute(call, blocks)
+
+    @ray.method(concurrency_group="control")
+    def control(self, request: str, kwargs: dict[str, Any]) -> Any:
+        return self._host.control(request, **kwargs)
+
+
+def _redirect_output(log_path: str) -> None:
+    """Everything this process prints, C++ libraries included, goes to the run's own log from here on."""
+    os.makedirs(os.path.dirname(log_path), exist_ok=True)
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -1,0 +1,170 @@
+"""What a user writes: a `Worker` with `@register`ed methods. `runtime/host.py` runs it, `runtime/group.py` calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+from rolemesh.observe import Metrics, SpanRecorder
+from rolemesh.runtime.communicator import Communicator, Rendezvous
+from rolemesh.runtime.dispatch import DISPATCHES, Dispatch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REGISTERED = "__rolemesh_registered__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """How a method is called from the controller."""
+
+    dispatch: Dispatch
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    mutates: bool
+    stores: bool
+
+
+def register(
+    *,
+    dispatch: str | Dispatch = "all",
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    mutates: bool = False,
+    stores: bool = False,
+) -> Callable[[F], F]:
+    """Make a method callable through a worker group.
+
+    `dispatch` says how arguments are split over ranks and results joined: a name of `DISPATCHES` or an own `Dispatch`. A method with
+    `reads` takes a `Batch` of these columns first; one with `writes` returns a `Batch` of these columns (and ids), which stays where
+    it is and reaches the controller as a `BatchRef`. `mutates` marks a method that changes the worker: it runs once even when the
+    same call arrives twice. `stores` marks one that returns `(small value, large object)`; the object stays with the worker's node
+    and the controller gets `(value, Stored)`.
+    """
+    if isinstance(dispatch, str):
+        if dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch must be one of {', '.join(DISPATCHES)} or a Dispatch, got {dispatch!r}")
+        dispatch = DISPATCHES[dispatch]
+    if writes and stores:
+        raise ValueError("a method either writes columns or stores an object, not both")
+    mark = Registered(dispatch=dispatch, reads=reads, writes=writes, mutates=mutates, stores=stores)
+
+    def decorate(method: F) -> F:
+        setattr(method, REGISTERED, mark)
+        return method
+
+    return decorate
+
+
+def registered_methods(worker_class: type) -> dict[str, Registered]:
+    """The callable methods of a worker class, inherited ones included (an override keeps the mark of what it overrides)."""
+    found: dict[str, Registered] = {}
+    for base in reversed(worker_class.__mro__):
+        for name, value in vars(base).items():
+            mark = getattr(value, REGISTERED, None)
+            if isinstance(mark, Registered):
+                found[name] = mark
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """Who a worker is. Never part of a config object, so it cannot travel to another worker by mistake."""
+
+    group: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    address: str
+    process: str = ""
+    master_address: str = ""
+    master_port: int = 0
+    generation: int = 0
+    run_dir: str = ""
+
+    def env(self) -> dict[str, str]:
+        """The standard variables (torchrun's names) of this worker; the host sets them whenever one of its methods runs."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_NAME": self.group,
+            "MASTER_ADDR": self.master_address or self.address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    def joined(self, rendezvous: Rendezvous) -> WorkerContext:
+        return replace(
+            self, master_address=rendezvous.address, master_port=rendezvous.port, generation=rendezvous.generation
+        )
+
+
+@dataclass(slots=True)
+class Peers:
+    """The other workers of the same process, by group name: how a hybrid engine reaches its trainer."""
+
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+
+    def __getitem__(self, group: str) -> Worker:
+        return self.workers[group]
+
+    def __contains__(self, group: str) -> bool:
+        return group in self.workers
+
+
+class Worker:
+    """Base class of everything a worker group holds.
+
+    A subclass takes the context first and its own settings as keywords; it builds nothing heavy in `__init__` but in `load`, which is
+    retried worker by worker. With `communicates = True` the group forms a process group after `load` and hands it to `joined`.
+    Methods run one at a time on the compute thread of the process; `abort` runs on the control thread.
+    """
+
+    communicates: ClassVar[bool] = False
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.metrics = Metrics()
+        self.spans = SpanRecorder(context.process, context.group)
+        self.peers = Peers()
+        self.communicator: Communicator | None = None
+
+    @register(dispatch="all", mutates=True)
+    def load(self) -> None:
+        """Build models and the like. Called once after creation, again after a failure."""
+
+    @register(dispatch="rank_zero", mutates=True)
+    def open_rendezvous(self, generation: int, deadline: float) -> Rendezvous:
+        """Rank zero: hold a free port and a store on it; its address is where all ranks meet."""
+        self._store = Communicator.open_store(self.context.address, self.context.world_size, deadline)
+        return Rendezvous(address=self.context.address, port=self._store.port, generation=generation)
+
+    @register(dispatch="all", mutates=True)
+    def join(self, rendezvous: Rendezvous, deadline: float, timeout: float) -> int:
+        """Form the communicator of this generation; returns the number of its connections."""
+        self.leave()
+        self.context = self.context.joined(rendezvous)
+        store = getattr(self, "_store", None) if self.context.rank == 0 else None
+        self.communicator = Communicator(
+            rendezvous, rank=self.context.rank, world_size=self.context.world_size, deadline=deadline, timeout=timeout, store=store
+        )
+        self.joined()
+        return self.communicator.connections
+
+    def joined(self) -> None:
+        """Called after the communicator has formed, to hand it to whatever uses it."""
+
+    @register(dispatch="all", mutates=True)
+    def leave(self) -> None:
+        """Drop the communicator and all that refers to it."""
+        if self.communicator is not None:
+            self.communicator.close()
+            self.communicator = None
+
+    def abort(self) -> int:
+        """Control thread: free a compute thread that is blocked in a collective. Returns the number of connections cut."""
+        return self.communicator.cut() if self.communicator is not None else 0
