@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from rolemesh.batch.ref import Assembly, BlockMeta
+from rolemesh.batch import Assembly, BlockMeta
 from rolemesh.observe import Metrics, Span
 from rolemesh.plan.schema import Inventory, NodeInfo
 
@@ -87,10 +87,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a call answers beside its block: small things only."""
+    """What a call answers beside its blocks: small things only."""
 
     value: Any = None
-    meta: BlockMeta | None = None
+    metas: tuple[BlockMeta | None, BlockMeta | None] = (None, None)
+    """Of the blocks written: numbers (what an algorithm reads), and everything else (tokens, texts)."""
     metrics: Metrics = field(default_factory=Metrics)
     spans: tuple[Span, ...] = ()
     started: float = 0.0
@@ -117,12 +118,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A submitted call: `reply` resolves to the Reply or raises WorkerDied; `block` refers to the table it returns."""
+    """A submitted call: `reply` resolves to the Reply or raises WorkerDied; `blocks` refer to the two tables it returns (see `Reply`);
+    a stored object is the second."""
 
     process: Process
     call: Call
     reply: asyncio.Future[Reply]
-    block: Any
+    blocks: tuple[Any, Any]
 
 
 class Backend(Protocol):

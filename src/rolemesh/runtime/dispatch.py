@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rolemesh.batch.ref import BatchRef
+from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError
 
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolemesh.batch.ref import BatchRef
+from rolemesh.batch import BatchRef
 from rolemesh.errors import DeadlineExceeded, RolemeshError, WorkerDied, WorkerError
 from rolemesh.observe import Metrics
 from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report
@@ -238,8 +238,9 @@ class WorkerGroup:
         return self.pool.backend.call(self._members[rank].started(), call, [*refs, *stored])
 
     def _answer(self, rank: int, reply: Reply, pending: Pending, registered: Registered) -> Answer:
-        batch = BatchRef.from_blocks([(pending.block, reply.meta)]) if reply.meta is not None else None
-        value = (reply.value, Stored(pending.block)) if registered.stores else reply.value
+        value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
+        parts = [BatchRef.from_blocks([(ref, meta)]) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
+        batch = parts[0].join(parts[1]) if len(parts) == 2 else parts[0] if parts else None
         return Answer(rank=rank, value=value, batch=batch)
 
     def _record(self, method: str, started: float, replies: Sequence[Reply]) -> None:

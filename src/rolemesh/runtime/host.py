@@ -15,16 +15,21 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolemesh.batch import Batch
-from rolemesh.batch.ref import BlockMeta, assemble
+from rolemesh.batch import Batch, BlockMeta, assemble, block_meta
 from rolemesh.errors import BatchError, RolemeshError, StaleCall
 from rolemesh.observe import Metrics, Span
 from rolemesh.protocols.backend import Call, Failure, Reply, Report
 from rolemesh.runtime.stored import fill
 from rolemesh.runtime.worker import Peers, Registered, Worker, WorkerContext, registered_methods
 
+NUMBERS = ("int", "float", "bool")
+"""Columns of these kinds get a block of their own, so that the controller can read them without touching tokens."""
 KEPT_ANSWERS = 2
 """Answers of mutating calls that each group keeps for asking again; the controller has at most one under way."""
+
+
+Answered = tuple[Reply, tuple[Any, Any]]
+"""Reply, and the two blocks: numbers, and everything else."""
 
 
 class ProcessHost:
@@ -35,7 +40,7 @@ class ProcessHost:
         self._workers: dict[str, Worker] = {}
         self._methods: dict[str, dict[str, Registered]] = {}
         self._fence: dict[str, tuple[int, int]] = {}
-        self._kept: dict[str, OrderedDict[str, tuple[Reply, Any]]] = {}
+        self._kept: dict[str, OrderedDict[str, Answered]] = {}
         self._call, self._since = "", time.time()
         self._compute_thread: int | None = None
 
@@ -53,8 +58,8 @@ class ProcessHost:
         self._fence.setdefault(group, (0, 0))
         return None
 
-    def execute(self, call: Call, blocks: Sequence[Any]) -> tuple[Reply, Any]:
-        """Run one call. Returns the small reply and the block it wrote (None without `writes` or `stores`)."""
+    def execute(self, call: Call, blocks: Sequence[Any]) -> Answered:
+        """Run one call. Returns the small reply and the blocks it wrote (None without `writes` or `stores`)."""
         kept = self._kept.get(call.group, OrderedDict())
         if call.id in kept:
             return kept[call.id]
@@ -62,7 +67,7 @@ class ProcessHost:
         try:
             answer = self._run(call, blocks)
         except Exception as error:
-            answer = Reply(failure=_failure(error), started=self._since, ended=time.time()), None
+            answer = Reply(failure=_failure(error), started=self._since, ended=time.time()), (None, None)
         finally:
             self._call, self._since = "", time.time()
         registered = self._methods.get(call.group, {}).get(call.method)
@@ -72,7 +77,7 @@ class ProcessHost:
                 kept.popitem(last=False)
         return answer
 
-    def _run(self, call: Call, blocks: Sequence[Any]) -> tuple[Reply, Any]:
+    def _run(self, call: Call, blocks: Sequence[Any]) -> Answered:
         started = time.time()
         worker, method = self._workers[call.group], self._methods[call.group][call.method]
         self._check_fence(call, worker)
@@ -81,17 +86,17 @@ class ProcessHost:
         if call.assembly is not None:
             args = (assemble(call.assembly, [blocks[index] for index in range(call.batch_blocks)]), *args)
         result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
-        value, meta, block = _pack(method, call, result)
+        value, metas, written = _pack(method, call, result)
         metrics, worker.metrics = worker.metrics, Metrics()
         reply = Reply(
             value=value,
-            meta=meta,
+            metas=metas,
             metrics=metrics,
             spans=self._spans(worker, call, started),
             started=started,
             ended=time.time(),
         )
-        return reply, block
+        return reply, written
 
     def _check_fence(self, call: Call, worker: Worker) -> None:
         got, current = (call.epoch, call.generation), self._fence[call.group]
@@ -124,19 +129,23 @@ class ProcessHost:
         )
 
 
-def _pack(method: Registered, call: Call, result: Any) -> tuple[Any, BlockMeta | None, Any]:
+def _pack(method: Registered, call: Call, result: Any) -> tuple[Any, tuple[BlockMeta | None, BlockMeta | None], tuple[Any, Any]]:
     if method.stores:
         value, stored = result
-        return value, None, stored
+        return value, (None, None), (None, stored)
     if not method.writes:
-        return result, None, None
+        return result, (None, None), (None, None)
     if not isinstance(result, Batch):
         raise BatchError(f"{call.group}.{call.method}() declares writes={method.writes} and must return a Batch, got {type(result).__name__}")
     missing = [name for name in method.writes if name not in result.names]
     if missing:
         raise BatchError(f"{call.group}.{call.method}() must write {', '.join(method.writes)}; {', '.join(missing)} is missing")
-    written = result.select(list(method.writes)).compact()
-    return None, BlockMeta.of(written), written.table
+    numbers = [name for name in method.writes if result.kind(name) in NUMBERS]
+    others = [name for name in method.writes if name not in numbers]
+    parts = [result.select(names).compact() if names else None for names in (numbers, others)]
+    metas = [block_meta(part) if part is not None else None for part in parts]
+    tables = [part.table if part is not None else None for part in parts]
+    return None, (metas[0], metas[1]), (tables[0], tables[1])
 
 
 def _failure(error: Exception) -> Failure:

@@ -22,6 +22,15 @@ T = TypeVar("T")
 ADDRESS = "127.0.0.1"
 
 
+class Held:
+    """A stored value: equal to itself only, as a reference is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class LocalBackend:
     """Backend of one process. See `protocols/backend.py` for the methods."""
 
@@ -75,25 +84,26 @@ class LocalBackend:
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        block = None
+        written: tuple[Any, Any] = (None, None)
         try:
             self._check_alive(process)
         except WorkerDied as error:
             future.set_exception(error)
         else:
-            reply, block = process.handle.execute(call, blocks)
+            reply, (numbers, others) = process.handle.execute(call, [block.value for block in blocks])
+            written = Held(numbers), Held(others)
             future.set_result(reply)
-        return Pending(process=process, call=call, reply=future, block=block)
+        return Pending(process=process, call=call, reply=future, blocks=written)
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         self._check_alive(process)
         return process.handle.control(request, **kwargs)
 
     def put(self, value: Any) -> Any:
-        return value
+        return Held(value)
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
-        return list(refs)
+        return [ref.value for ref in refs]
 
     async def kill(self, process: Process) -> None:
         self._dead.add(process.spec.name)

@@ -129,7 +129,6 @@ class RayBackend:
                 problems = await self._shortage(name, nodes)
                 await self.release_pool(name)
                 raise ResourceError(problems=problems)
-        del node, group
 
     async def _shortage(self, name: str, nodes: Sequence[NodeInfo]) -> list[Problem]:
         """What each node of a pool that could not be placed lacks."""
@@ -178,9 +177,9 @@ class RayBackend:
             ) from failure.error  # fmt: skip
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        reply_ref, block = process.handle.execute.options(num_returns=2).remote(call, *blocks)
+        reply_ref, numbers, others = process.handle.execute.options(num_returns=3).remote(call, *blocks)
         reply: asyncio.Future[Reply] = asyncio.ensure_future(self._reply(reply_ref, process))
-        return Pending(process=process, call=call, reply=reply, block=block)
+        return Pending(process=process, call=call, reply=reply, blocks=(numbers, others))
 
     async def _reply(self, ref: Any, process: Process) -> Reply:
         try:

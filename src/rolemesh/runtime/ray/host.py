@@ -30,9 +30,10 @@ class RayHost:
     def add_worker(self, group: str, worker_class: type, context: Any, kwargs: dict[str, Any]) -> Failure | None:
         return self._host.add_worker(group, worker_class, context, kwargs)
 
-    def execute(self, call: Call, *blocks: Any) -> tuple[Reply, Any]:
+    def execute(self, call: Call, *blocks: Any) -> tuple[Reply, Any, Any]:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
-        return self._host.execute(call, blocks)
+        reply, written = self._host.execute(call, blocks)
+        return reply, *written
 
     @ray.method(concurrency_group="control")
     def control(self, request: str, kwargs: dict[str, Any]) -> Any:

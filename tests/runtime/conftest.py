@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+
+import pytest
+
+from rolemesh.runtime import Backend, LocalBackend, create_backend
+
+
+@pytest.fixture(scope="session")
+def ray_backend() -> Iterator[Backend]:
+    backend = create_backend("ray", num_cpus=8, object_store_bytes=400_000_000)
+    backend.start()
+    yield backend
+    backend.stop()
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every backend, for the contract suite."""
+    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")

@@ -1,0 +1,131 @@
+"""Workers that the runtime tests run in real processes."""
+
+import os
+import signal
+import time
+
+import numpy as np
+
+from rolemesh.batch import Batch
+from rolemesh.runtime import Answer, Dispatch, Request, Share, Topology, Worker, WorkerContext, register
+
+
+def split_reversed(topology: Topology, request: Request) -> list[Share | None]:
+    return [Share(batch=None, args=(topology.world_size - 1 - rank,), kwargs={}) for rank in range(topology.world_size)]
+
+
+def collect_sum(topology: Topology, request: Request, answers: list[Answer]) -> int:
+    return sum(answer.value for answer in answers)
+
+
+class Adder(Worker):
+    def __init__(self, context: WorkerContext, *, bonus: int = 0) -> None:
+        super().__init__(context)
+        self.bonus, self.count, self.loads = bonus, 0, 0
+
+    def load(self) -> None:
+        self.loads += 1
+
+    @register(dispatch="all")
+    def who(self) -> dict[str, str | int]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_NAME", "MASTER_ADDR", "MASTER_PORT")
+        return {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+
+    @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_length",))
+    def lengths(self, batch: Batch) -> Batch:
+        counts = [len(row) + self.bonus for row in batch.rows("prompt_ids")]
+        for count in counts:
+            self.metrics.mean("length", count)
+        with self.spans.span("counting"):
+            return batch.select([]).with_columns({"response_length": np.array(counts, dtype=np.int64)})
+
+    @register(dispatch="balanced", reads=("prompt_ids",), writes=("response_length",))
+    def lengths_balanced(self, batch: Batch) -> Batch:
+        return self.lengths(batch)
+
+    @register(dispatch="data_parallel", reads=("response_length", "prompt_ids"))
+    def total(self, batch: Batch) -> int:
+        return int(batch.scalars("response_length").sum())
+
+    @register(dispatch="data_parallel", reads=("prompt_ids",))
+    def columns_seen(self, batch: Batch) -> list[str]:
+        return list(batch.names)
+
+    @register(dispatch="one_each")
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    @register(dispatch="rank_zero")
+    def first(self) -> int:
+        return self.context.rank
+
+    @register(dispatch=Dispatch(name="own", split=split_reversed, collect=collect_sum))
+    def own(self, value: int) -> int:
+        return value * 10
+
+    @register(dispatch="all", mutates=True)
+    def count_up(self) -> int:
+        self.count += 1
+        return self.count
+
+    @register(dispatch="all")
+    def loads_seen(self) -> int:
+        return self.loads
+
+    @register(dispatch="rank_zero", stores=True)
+    def big(self, size: int) -> tuple[int, np.ndarray]:
+        return size, np.arange(size, dtype=np.float32)
+
+    @register(dispatch="all")
+    def sum_of(self, array: np.ndarray) -> float:
+        return float(array.sum())
+
+    @register(dispatch="all")
+    def fail_on(self, rank: int) -> int:
+        if self.context.rank == rank:
+            raise ValueError(f"rank {rank} does not like this")
+        return self.context.rank
+
+    @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_length",))
+    def forgets(self, batch: Batch) -> Batch:
+        return batch.select([])
+
+    @register(dispatch="all")
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register(dispatch="all")
+    def die(self, rank: int) -> None:
+        if self.context.rank == rank:
+            os.write(1, b"about to go\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Flaky(Adder):
+    def load(self) -> None:
+        super().load()
+        if self.context.rank == 1 and self.loads == 1:
+            raise OSError("the disk was busy")
+
+
+class Summer(Worker):
+    """Sums over its communicator."""
+
+    communicates = True
+
+    @register(dispatch="all", mutates=True)
+    def step(self, value: float, die_on: int = -1, how: int = signal.SIGKILL) -> float:
+        import torch
+
+        assert self.communicator is not None
+        if self.context.rank == die_on:
+            os.kill(os.getpid(), how)
+        total = torch.full((200_000,), value + self.context.rank)
+        for _ in range(3):
+            self.communicator.all_reduce_sum(total)
+            total /= self.context.world_size
+        return float(total[0])
+
+    @register(dispatch="all")
+    def pid(self) -> int:
+        return os.getpid()

@@ -1,0 +1,308 @@
+"""One suite for all backends. What a backend says it lacks is skipped by name."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from runtime_workers import Adder, Flaky, Summer
+
+from rolemesh.batch import Batch, BatchRef, assemble, block_meta
+from rolemesh.errors import BatchError, DeadlineExceeded, ResourceError, WorkerDied, WorkerError
+from rolemesh.runtime import Backend, CallRecord, Deadlines, Pool, WorkerGroup
+
+
+def needs(backend: Backend, *capabilities: str) -> None:
+    lacking = backend.lacks & set(capabilities)
+    if lacking:
+        pytest.skip(f"{backend.name} lacks {', '.join(sorted(lacking))}")
+
+
+@asynccontextmanager
+async def a_pool(backend: Backend, slots: int, cpus: float = 0.5) -> AsyncIterator[Pool]:
+    pool = await Pool.of_slots(backend, f"pool{time.monotonic_ns()}", [slots], cpus=cpus)
+    await pool.create(deadline=20)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@asynccontextmanager
+async def a_group(backend: Backend, worker_class: type, workers: int, **settings: object) -> AsyncIterator[WorkerGroup]:
+    async with a_pool(backend, workers) as pool:
+        group = WorkerGroup("group", worker_class, pool, range(workers), **settings)
+        await group.create(deadline=60)
+        await group.init()
+        yield group
+
+
+def stored(backend: Backend, rows: int) -> BatchRef:
+    batch = Batch.from_columns(
+        {"draw": np.arange(rows), "sample": np.zeros(rows, np.int64), "prompt_ids": [[7] * (index + 1) for index in range(rows)],
+         "prompt": ["text"] * rows}
+    )  # fmt: skip
+    return BatchRef.from_blocks([(backend.put(batch.table), block_meta(batch))])
+
+
+async def column(backend: Backend, ref: BatchRef, name: str) -> list[int]:
+    refs, assembly = ref.assembly([name])
+    return list(assemble(assembly, await backend.fetch(refs, 10)).scalars(name))
+
+
+def test_ranks_and_environment(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            seen = await group.who()
+            assert [answer["RANK"] for answer in seen] == ["0", "1"]
+            assert {answer["WORLD_SIZE"] for answer in seen} == {"2"}
+            assert [answer["LOCAL_RANK"] for answer in seen] == ["0", "1"]
+            assert {answer["LOCAL_WORLD_SIZE"] for answer in seen} == {"2"}
+            assert {answer["GROUP_NAME"] for answer in seen} == {"group"}
+            distinct = len({answer["pid"] for answer in seen})
+            assert distinct == (1 if "processes" in backend.lacks else 2)
+
+    backend.run(main())
+
+
+@pytest.mark.parametrize("rows", [10, 2, 1])
+def test_C01_columns_go_out_in_shards_and_come_back_in_order(backend: Backend, rows: int) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 4, worker_kwargs={"bonus": 100}) as group:
+            batch = stored(backend, rows)
+            for method in ("lengths", "lengths_balanced"):
+                written = await group.call(method, batch)
+                assert (written.ids == batch.ids).all()
+                assert await column(backend, written, "response_length") == [101 + index for index in range(rows)]
+            totals = await group.total(batch.join(written))
+            assert len(totals) == 4
+            assert sum(totals) == sum(101 + index for index in range(rows))
+
+    backend.run(main())
+
+
+def test_a_worker_receives_only_the_columns_it_reads(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            for names in await group.columns_seen(stored(backend, 4)):
+                assert set(names) == {"draw", "sample", "prompt_ids"}
+
+    backend.run(main())
+
+
+def test_dispatch_modes(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 3) as group:
+            assert await group.double([1, 2, 3]) == [2, 4, 6]
+            assert await group.first() == 0
+            assert await group.own(0) == 10 * (2 + 1 + 0)
+            assert await group.call("fail_on", 9, ranks=(1, 2)) == [1, 2]
+            with pytest.raises(BatchError, match="one entry for each of 3 ranks, got 2"):
+                await group.double([1, 2])
+            with pytest.raises(AttributeError, match="no registered method 'lenghts'"):
+                await group.lenghts()
+
+    backend.run(main())
+
+
+def test_stored_objects_travel_by_reference(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            size, held = await group.big(1000)
+            assert size == 1000
+            assert await group.sum_of(held) == [499500.0, 499500.0]
+
+    backend.run(main())
+
+
+def test_an_error_keeps_its_type_message_and_place(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            with pytest.raises(WorkerError) as caught:
+                await group.fail_on(1)
+            assert caught.value.original_type == "ValueError"
+            assert "group rank 1" in str(caught.value)
+            assert "rank 1 does not like this" in str(caught.value).splitlines()[0]
+            assert "runtime_workers.py" in caught.value.original_traceback
+            with pytest.raises(WorkerError, match="response_length is missing"):
+                await group.forgets(stored(backend, 4))
+            assert await group.count_up() == [1, 1], "a failed call leaves the workers usable"
+
+    backend.run(main())
+
+
+def test_loading_is_retried_worker_by_worker(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Flaky, 2) as group:
+            assert await group.loads_seen() == [1, 2]
+
+    backend.run(main())
+
+
+def test_a_mutating_call_runs_once_however_often_it_is_asked(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            assert await group.call("count_up", call_id="a") == [1, 1]
+            assert await group.call("count_up", call_id="a") == [1, 1]
+            assert await group.call("count_up", call_id="b") == [2, 2]
+
+    backend.run(main())
+
+
+def test_calls_of_an_older_controller_or_generation_are_refused(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 1, epoch=2) as group:
+            await group.count_up()
+            group.epoch = 1
+            with pytest.raises(WorkerError, match="StaleCall") as caught:
+                await group.count_up()
+            assert "older controller" in str(caught.value)
+            group.epoch, group.generation = 2, 5
+            assert await group.count_up() == [2]
+            group.generation = 4
+            with pytest.raises(WorkerError, match="StaleCall"):
+                await group.count_up()
+
+    backend.run(main())
+
+
+def test_several_roles_share_one_process(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_pool(backend, 2) as pool:
+            first, second = WorkerGroup("first", Adder, pool, [0, 1]), WorkerGroup("second", Adder, pool, [1])
+            for group in (first, second):
+                await group.create()
+                await group.init()
+            assert (await second.who())[0]["pid"] == (await first.who())[1]["pid"]
+            assert (await second.who())[0]["WORLD_SIZE"] == "1"
+            assert (await first.who())[1]["WORLD_SIZE"] == "2", "each role keeps its own ranks"
+            await second.count_up()
+            assert await first.count_up() == [1, 1]
+
+    backend.run(main())
+
+
+def test_C06_H06_metrics_of_all_ranks_and_spans_reach_the_observer(backend: Backend) -> None:
+    records: list[CallRecord] = []
+
+    async def main() -> None:
+        async with a_group(backend, Adder, 4, observer=records.append) as group:
+            records.clear()
+            await group.lengths(stored(backend, 4))
+
+    backend.run(main())
+    assert [record.method for record in records] == ["lengths"]
+    assert records[0].metrics.reduce()["length"] == 2.5
+    names = sorted(span.name for reply in records[0].replies for span in reply.spans)
+    assert names == ["counting"] * 4 + ["lengths"] * 4
+
+
+def test_the_control_thread_answers_while_a_call_computes(backend: Backend) -> None:
+    needs(backend, "preempt")
+
+    async def main() -> None:
+        async with a_group(backend, Adder, 1) as group:
+            busy = asyncio.ensure_future(group.sleep(3))
+            await asyncio.sleep(1)
+            (report,) = await group.reports(stack=True)
+            assert (report.state, report.call) == ("computing", "group.sleep")
+            assert "time.sleep(seconds)" in report.stack
+            await busy
+            (report,) = await group.reports()
+            assert report.state == "idle"
+
+    backend.run(main())
+
+
+def test_B12_a_late_call_ends_with_who_what_and_where_it_hangs(backend: Backend) -> None:
+    needs(backend, "preempt")
+
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            with pytest.raises(DeadlineExceeded) as caught:
+                await group.call("sleep", 30, ranks=(1,), deadline=1)
+            assert "group.sleep() on rank 1" in str(caught.value)
+            assert "time.sleep(seconds)" in str(caught.value)
+
+    backend.run(main())
+
+
+def test_B01_a_dead_worker_is_named_with_its_last_words(backend: Backend, tmp_path: object) -> None:
+    needs(backend, "processes")
+
+    async def main() -> None:
+        pool = await Pool.of_slots(backend, "mortal", [2], cpus=0.5)
+        pool = Pool(backend, "mortal", pool.bundles, pool.nodes, log_dir=tmp_path)
+        await pool.create(deadline=20)
+        try:
+            group = WorkerGroup("group", Adder, pool, [0, 1])
+            await group.create()
+            pid = (await group.who())[1]["pid"]
+            with pytest.raises(WorkerDied) as caught:
+                await group.die(1)
+            text = str(caught.value)
+            assert f"group rank 1 (node {group.processes[1].node}, pid {pid}) in die()" in text
+            assert "about to go" in text
+            assert "mortal-1.log" in text
+        finally:
+            await pool.close()
+
+    backend.run(main())
+
+
+def test_A04_a_pool_that_does_not_fit_fails_in_time_with_numbers(backend: Backend) -> None:
+    async def main() -> None:
+        pool = await Pool.of_slots(backend, "toobig", [2], cpus=500)
+        started = backend.time()
+        with pytest.raises(ResourceError) as caught:
+            await pool.create(deadline=2)
+        assert backend.time() - started < 4
+        assert "toobig" in str(caught.value)
+        assert "1000" in str(caught.value)
+
+    backend.run(main())
+
+
+def test_two_ranks_sum_over_their_communicator(backend: Backend) -> None:
+    needs(backend, "communicators")
+
+    async def main() -> None:
+        async with a_group(backend, Summer, 2) as group:
+            assert await group.step(1.0) == [1.5, 1.5]
+
+    backend.run(main())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_B04_four_ranks_lose_one_and_form_again(backend: Backend, how: int) -> None:
+    """Survivors' communicators are cut from their control threads, the group re-forms under a new generation, processes stay."""
+    needs(backend, "communicators", "processes")
+
+    async def main() -> None:
+        async with a_group(backend, Summer, 4, deadlines=Deadlines(join=30, call=120)) as group:
+            before = await group.pid()
+            generation = group.generation
+            started = backend.time()
+            if how == signal.SIGKILL:
+                with pytest.raises(WorkerDied, match="group rank 2"):
+                    await group.step(1.0, 2, how)
+            else:
+                with pytest.raises(DeadlineExceeded, match="rank 2"):
+                    await group.call("step", 1.0, 2, how, deadline=3)
+                await group.abort()
+            assert backend.time() - started < 25
+            await group.replace(2)
+            await group.rejoin()
+            after = await group.pid()
+            assert [after[rank] for rank in (0, 1, 3)] == [before[rank] for rank in (0, 1, 3)]
+            assert after[2] != before[2]
+            assert group.generation > generation
+            assert await group.step(1.0) == [2.5] * 4
+            with pytest.raises(ProcessLookupError):
+                os.kill(before[2], 0)
+
+    backend.run(main())
