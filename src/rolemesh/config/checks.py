@@ -1,0 +1,313 @@
+"""Rules between options. `check_config` is pure apart from looking whether named files exist, and reports everything at once.
+
+Called by the command line and by sessions after `load_config`. What depends on the machine (sizes no pool can hold) is the plan's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from rolemesh.config.model_files import BUILTIN_MODELS, model_folder
+from rolemesh.config.schema import Config
+from rolemesh.errors import ConfigError, Problem
+from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REWARD, ROLLOUT
+from rolemesh.registry import is_import_path, nearest
+
+REQUIRED_ROLES: Final = (ACTOR, ROLLOUT, REWARD)
+DATA_SUFFIXES: Final = (".parquet", ".jsonl")
+REASONING_GYM: Final = "reasoning_gym"
+
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
+_SCHEME = re.compile(r"^([A-Za-z_][A-Za-z0-9_-]*):(.*)$")
+
+
+def check_config(config: Config, *, training: bool = True, builtins: Mapping[str, Collection[str]] | None = None) -> list[Problem]:
+    """Every rule between options that `config` breaks, each with a remedy; empty when it can be used.
+
+    `training=False` (evaluation, generation) leaves out what only training needs, so temperature 0 is allowed there. `builtins` gives the
+    known names of `algorithm.name`, `rollout.engine`, `reward.name` and `trainer.sinks`, which live in higher layers; without it only
+    the form of those names is checked.
+    """
+    problems = [*_names(config), *_model(config), *_data(config), *_code(config, builtins or {}), *_pools(config), *_roles(config)]
+    if training:
+        problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_reward(config)]
+    return problems
+
+
+def _did_you_mean(name: str, known: Collection[str]) -> str:
+    hint = nearest(name, known)
+    return f"Did you mean {hint!r}? " if hint else ""
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    for kind, names in (("name", [config.name]), ("roles", list(config.roles)), ("pools", list(config.pools))):
+        for name in names:
+            if not _NAME.match(name):
+                yield Problem(
+                    subject=kind,
+                    need="names must start with a letter and hold only letters, digits, _ and -",
+                    free=repr(name),
+                    remedy="They become names of folders and processes; rename it",
+                )
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    if config.model.path not in BUILTIN_MODELS:
+        try:
+            model_folder(config.model.path)
+        except ConfigError as error:
+            yield from error.problems
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and tokenizer not in BUILTIN_MODELS and not Path(tokenizer).expanduser().is_dir():
+        yield Problem(
+            subject="model.tokenizer",
+            need="must be a folder with a tokenizer",
+            free=f"no folder {tokenizer!r}",
+            remedy="Give its path, or model.tokenizer=null to use the model's own",
+        )
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    yield from _source("data.train", config.data.train)
+    if config.data.eval is not None:
+        yield from _source("data.eval", config.data.eval)
+    if "{prompt}" not in config.data.prompt_template:
+        yield Problem(
+            subject="data.prompt_template",
+            need="must contain {prompt}, which is replaced by the prompt",
+            free=repr(config.data.prompt_template),
+            remedy="Write for example data.prompt_template='Question: {prompt} Answer:'",
+        )
+
+
+def _source(subject: str, text: str) -> Iterator[Problem]:
+    path = Path(text).expanduser()
+    scheme = _SCHEME.match(text)
+    if scheme and not path.exists():
+        yield from _task(subject, scheme[1], scheme[2])
+    elif path.suffix not in DATA_SUFFIXES:
+        task = f" For a reasoning-gym task write {REASONING_GYM}:{text}" if _NAME.match(text) else ""
+        yield Problem(
+            subject=subject,
+            need=f"must be a {' or '.join(DATA_SUFFIXES)} file, or a task like {REASONING_GYM}:chain_sum",
+            free=repr(text),
+            remedy=f"Convert the file to one of these formats.{task}",
+        )
+    elif not path.is_file():
+        found = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        yield Problem(
+            subject=subject,
+            need="the file must exist",
+            free=f"no file {text!r}",
+            remedy=f"{_did_you_mean(path.name, found)}Paths are relative to the folder where the command runs ({Path.cwd()})",
+        )
+
+
+def _task(subject: str, scheme: str, task: str) -> Iterator[Problem]:
+    if scheme != REASONING_GYM:
+        yield Problem(
+            subject=subject,
+            need=f"the part before the colon must be {REASONING_GYM}",
+            free=repr(scheme),
+            remedy=f"Write {REASONING_GYM}:{task or 'chain_sum'}, or the path of a {' or '.join(DATA_SUFFIXES)} file",
+        )
+    elif not task.isidentifier():
+        yield Problem(
+            subject=subject,
+            need="must name a reasoning-gym task after the colon",
+            free=repr(task),
+            remedy=f"Write for example {REASONING_GYM}:chain_sum",
+        )
+
+
+def _code(config: Config, builtins: Mapping[str, Collection[str]]) -> Iterator[Problem]:
+    """Names of built-ins and import paths of user code. Nothing is imported here."""
+    yield from _named("algorithm.name", config.algorithm.name, builtins.get("algorithm.name"))
+    yield from _named("rollout.engine", config.rollout.engine, builtins.get("rollout.engine"))
+    for index, reward in enumerate(config.reward):
+        yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))
+    for index, sink in enumerate(config.trainer.sinks):
+        yield from _named(f"trainer.sinks.{index}", sink, builtins.get("trainer.sinks"))
+    for name, role in config.roles.items():
+        if role.worker is not None and not is_import_path(role.worker):
+            yield Problem(
+                subject=f"roles.{name}.worker",
+                need="must be an import path like my_pkg.module:MyWorker",
+                free=repr(role.worker),
+                remedy="Write package.module, a colon, and the name of the class",
+            )
+
+
+def _named(subject: str, name: str, known: Collection[str] | None) -> Iterator[Problem]:
+    if is_import_path(name) or (name.isidentifier() if known is None else name in known):
+        return
+    listed = f"one of {', '.join(sorted(known))}" if known else "a built-in name"
+    dotted = name.replace(":", ".").rpartition(".")
+    guess = f"{dotted[0]}:{dotted[2]}"
+    remedy = _did_you_mean(name, known or ()) or (f"Did you mean {guess!r}? " if is_import_path(guess) else "")
+    yield Problem(
+        subject=subject,
+        need=f"must be {listed} or an import path like my_pkg.module:name",
+        free=repr(name),
+        remedy=f"{remedy}In an import path a colon stands before the last name",
+    )
+
+
+def _pools(config: Config) -> Iterator[Problem]:
+    if not config.pools:
+        yield Problem(subject="pools", need="at least one pool is needed", free="none", remedy="Write pools={main: {}}")
+    used = {role.pool for role in config.roles.values()}
+    for name, pool in config.pools.items():
+        if name not in used:
+            yield Problem(
+                subject=f"pools.{name}",
+                need="unused pool: no role names it",
+                free=f"roles use {', '.join(sorted(used)) or 'none'}",
+                remedy=f"Take it out, or set roles.<role>.pool={name}",
+            )
+        if pool.nodes != "auto" and sum(pool.nodes) == 0:
+            yield Problem(
+                subject=f"pools.{name}.nodes",
+                need="must hold at least one slot",
+                free=str(list(pool.nodes)),
+                remedy="Write for example [2] for one node with two slots, or auto",
+            )
+
+
+def _roles(config: Config) -> Iterator[Problem]:
+    for name in REQUIRED_ROLES:
+        if name not in config.roles:
+            yield Problem(
+                subject=f"roles.{name}",
+                need="this role is required",
+                free=f"roles {', '.join(config.roles) or 'none'}",
+                remedy=f"Add roles.{name}.pool={next(iter(config.pools), 'main')}",
+            )
+    for name, role in config.roles.items():
+        if name not in BUILTIN_ROLES and role.worker is None:
+            yield Problem(
+                subject=f"roles.{name}",
+                need=f"must be one of {', '.join(BUILTIN_ROLES)}, or give its own worker class",
+                free=repr(name),
+                remedy=f"{_did_you_mean(name, BUILTIN_ROLES)}For a role of your own set roles.{name}.worker=my_pkg.module:MyWorker",
+            )
+        if role.pool not in config.pools:
+            yield Problem(
+                subject=f"roles.{name}.pool",
+                need=f"must name a pool: {', '.join(config.pools)}",
+                free=repr(role.pool),
+                remedy=f"{_did_you_mean(role.pool, config.pools)}Add the pool, or name one that exists",
+            )
+        if role.cpus is not None and name != REWARD:
+            yield Problem(
+                subject=f"roles.{name}.cpus",
+                need=f"only {REWARD} has processes of its own; {name} lives in the slots of its pool",
+                free=str(role.cpus),
+                remedy=f"Set pools.{role.pool}.cpus instead",
+            )
+        if config.backend == "local" and name in (ACTOR, CRITIC) and role.workers != "auto" and role.workers > 1:
+            yield Problem(
+                subject=f"roles.{name}.workers",
+                need="backend local runs one process, so this role has one worker",
+                free=str(role.workers),
+                remedy=f"Set roles.{name}.workers=auto, or backend=ray",
+            )
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    if config.algorithm.name == "grpo" and config.algorithm.group_size < 2:
+        yield Problem(
+            subject="algorithm.group_size",
+            need="must be at least 2 for grpo: an answer is compared with the others of its group, alone its advantage is always 0",
+            free=str(config.algorithm.group_size),
+            remedy="Set algorithm.group_size=8",
+        )
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield Problem(
+            subject="rollout.temperature",
+            need="must be above 0 for training: greedy answers to a prompt are all equal, and log-probabilities are divided by it",
+            free="0",
+            remedy="Set rollout.temperature=1.0; evaluation is greedy on its own",
+        )
+    for key, value, full in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
+        if value != full:
+            yield Problem(
+                subject=f"rollout.{key}",
+                need=f"must be {full} for training: otherwise sampled and trained probabilities differ",
+                free=str(value),
+                remedy=f"Set rollout.{key}={full}",
+            )
+
+
+def _batches(config: Config) -> Iterator[Problem]:
+    prompts, parts = config.trainer.prompts_per_step, config.trainer.minibatches
+    if prompts < parts:
+        yield Problem(
+            subject="trainer.minibatches",
+            need=f"must be at most trainer.prompts_per_step ({prompts}): every mini-batch needs a prompt",
+            free=str(parts),
+            remedy=f"Set trainer.minibatches={prompts} or lower, or trainer.prompts_per_step={parts} or higher",
+        )
+    elif prompts % parts:
+        divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+        near_parts = _around(parts, divisors)
+        near_prompts = _around(prompts, [prompts // parts * parts, (prompts // parts + 1) * parts])
+        yield Problem(
+            subject="trainer.minibatches",
+            need=f"must divide trainer.prompts_per_step ({prompts})",
+            free=str(parts),
+            remedy=f"Nearest valid: trainer.minibatches={near_parts}, or trainer.prompts_per_step={near_prompts}",
+        )
+
+
+def _around(value: int, valid: list[int]) -> str:
+    below = max(n for n in valid if n < value)
+    above = min(n for n in valid if n > value)
+    return f"{below} or {above}"
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    if any(not 0 <= beta < 1 for beta in trainer.betas):
+        yield Problem(
+            subject="trainer.betas",
+            need="both must be at least 0 and below 1",
+            free=str(list(trainer.betas)),
+            remedy="The default is [0.9, 0.999]",
+        )
+    if trainer.schedule == "constant":
+        return
+    if trainer.schedule_steps is None:
+        whole_run = trainer.steps * trainer.minibatches * trainer.epochs
+        yield Problem(
+            subject="trainer.schedule_steps",
+            need=f"must be set for trainer.schedule={trainer.schedule}; it is never taken from trainer.steps",
+            free="not set",
+            remedy=f"Set trainer.schedule_steps={whole_run} to end with this run, or use constant",
+        )
+    elif trainer.schedule_steps <= trainer.warmup_steps:
+        yield Problem(
+            subject="trainer.schedule_steps",
+            need=f"must be above trainer.warmup_steps ({trainer.warmup_steps}), which it includes",
+            free=str(trainer.schedule_steps),
+            remedy="Raise trainer.schedule_steps or lower trainer.warmup_steps",
+        )
+
+
+def _reward(config: Config) -> Iterator[Problem]:
+    if not config.reward:
+        yield Problem(subject="reward", need="at least one reward is needed", free="none", remedy="Write reward=[{name: exact}]")
+    elif all(reward.weight == 0 for reward in config.reward):
+        yield Problem(
+            subject="reward",
+            need="at least one weight must differ from 0",
+            free="all weights are 0",
+            remedy="Set reward.0.weight=1",
+        )

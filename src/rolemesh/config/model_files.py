@@ -1,0 +1,152 @@
+"""What can be learned of a model from its folder without torch: where it is, and the sizes in its `config.json`.
+
+Used by the plan (memory), by checks and by whoever loads the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rolemesh.errors import ConfigError
+from rolemesh.registry import nearest
+
+BUILTIN_MODELS: Final[dict[str, Path]] = {"tiny": Path(__file__).parent.parent / "models" / "tiny"}
+"""Models that rolemesh makes from scratch: name -> folder with `config.json` and tokenizer."""
+
+# Families whose heads are tied when config.json is silent; transformers writes the key whenever it differs from the family's default.
+_TIED_BY_DEFAULT: Final = ("gemma", "gpt2", "gpt_neo", "bloom", "opt", "cohere", "falcon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Sizes of a decoder-only language model."""
+
+    family: str
+    """`model_type` of config.json."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    """Input and output embeddings are one tensor."""
+    parameters: int
+    """Number of parameters: exact for dense Llama- and Qwen-like models, an estimate for others."""
+
+
+def model_folder(path: str) -> Path:
+    """The folder of `model.path`: a built-in's or the user's. Raises ConfigError when it is missing or has no `config.json`."""
+    folder = BUILTIN_MODELS.get(path) or Path(path).expanduser()
+    if not folder.is_dir():
+        known = [*BUILTIN_MODELS, *_siblings(folder)]
+        hint = nearest(path, known) or nearest(folder.name, known)
+        found = f"a file {path!r}" if folder.is_file() else f"no folder {path!r}"
+        suggestion = f"Did you mean {hint!r}? " if hint else ""
+        raise ConfigError.one(
+            "model.path",
+            f"must be a Hugging Face folder or a built-in model ({', '.join(BUILTIN_MODELS)})",
+            found,
+            f"{suggestion}Give the folder that holds config.json",
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError.one(
+            "model.path",
+            "the model folder must hold config.json",
+            f"no file {str(folder / 'config.json')!r}",
+            "Give a folder in Hugging Face format",
+        )
+    return folder
+
+
+def _siblings(folder: Path) -> list[str]:
+    parent = folder.parent
+    return [str(parent / other.name) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
+
+
+def read_model_facts(path: str | Path) -> ModelFacts:
+    """Sizes from `config.json` of a built-in model or a folder. Raises ConfigError naming the file and what it lacks."""
+    file = model_folder(str(path)) / "config.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError.one("model.path", f"{file} must be readable JSON", str(error), "Download or copy the file again") from error
+    if not isinstance(data, dict):
+        raise ConfigError.one("model.path", f"{file} must hold a JSON object", type(data).__name__, "Download or copy the file again")
+    # Models with several modalities keep the sizes of the language model in a section of their own.
+    text = data.get("text_config")
+    return _facts(text if isinstance(text, dict) else data, file)
+
+
+def _facts(data: Mapping[str, Any], file: Path) -> ModelFacts:
+    layers = _size(data, file, "num_hidden_layers", "n_layer", "num_layers")
+    hidden = _size(data, file, "hidden_size", "n_embd", "d_model")
+    heads = _size(data, file, "num_attention_heads", "n_head", "num_heads")
+    vocab = _size(data, file, "vocab_size")
+    kv_heads = int(data.get("num_key_value_heads") or heads)
+    head_dim = int(data.get("head_dim") or hidden // heads)
+    intermediate = int(data.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden)
+    family = str(data.get("model_type", ""))
+    tied = bool(data.get("tie_word_embeddings", family.startswith(_TIED_BY_DEFAULT)))
+    facts = ModelFacts(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        tied=tied,
+        parameters=0,
+    )
+    count = _plain_parameters if "n_embd" in data or "ffn_dim" in data else _gated_parameters
+    return ModelFacts(**{name: getattr(facts, name) for name in facts.__slots__ if name != "parameters"}, parameters=count(facts, data))
+
+
+def _size(data: Mapping[str, Any], file: Path, *keys: str) -> int:
+    for key in keys:
+        value = data.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ConfigError.one(
+        "model.path",
+        f"{file} must give {keys[0]} as a whole number above 0",
+        repr(data.get(keys[0])),
+        "Only decoder-only language models can be used",
+    )
+
+
+def _gated_parameters(facts: ModelFacts, data: Mapping[str, Any]) -> int:
+    """Llama and Qwen shape: RMSNorm, grouped-query attention, gated MLP (dense, or a mixture of experts with a linear router)."""
+    query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    attention = facts.hidden * (query + 2 * key_value) + query * facts.hidden
+    if facts.family.startswith("qwen2"):
+        attention += query + 2 * key_value
+    elif data.get("attention_bias"):
+        attention += query + 2 * key_value + facts.hidden
+    if facts.family.startswith("qwen3"):
+        attention += 2 * facts.head_dim
+    experts = int(data.get("num_experts") or data.get("num_local_experts") or 0)
+    if experts:
+        mlp = experts * 3 * facts.hidden * int(data.get("moe_intermediate_size") or facts.intermediate) + experts * facts.hidden
+    else:
+        mlp = 3 * facts.hidden * facts.intermediate + (2 * facts.intermediate + facts.hidden if data.get("mlp_bias") else 0)
+    norms = (4 if facts.family.startswith(("gemma2", "gemma3")) else 2) * facts.hidden
+    embeddings = facts.vocab * facts.hidden * (1 if facts.tied else 2)
+    return embeddings + facts.layers * (attention + mlp + norms) + facts.hidden
+
+
+def _plain_parameters(facts: ModelFacts, data: Mapping[str, Any]) -> int:
+    """GPT-2 shape: learned positions, LayerNorm with bias, full attention and a two-layer MLP, all with biases."""
+    hidden = facts.hidden
+    positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) * hidden
+    attention = 4 * hidden * hidden + 4 * hidden
+    mlp = 2 * hidden * facts.intermediate + facts.intermediate + hidden
+    embeddings = facts.vocab * hidden * (1 if facts.tied else 2) + positions
+    return embeddings + facts.layers * (attention + mlp + 4 * hidden) + 2 * hidden

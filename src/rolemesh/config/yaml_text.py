@@ -1,0 +1,105 @@
+"""YAML as rolemesh reads and writes it; used by `load.py` and `overrides.py` only.
+
+Scalars follow YAML 1.2, because the older rules of PyYAML bite in configs: there `1e-6` is a text, `no` a boolean, `010` eight and
+`1:30` ninety. Numbers may carry underscores (`100_000`). Keys must be text and may not be repeated. What is written here reads back
+equal under these rules and under PyYAML's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)$")
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+
+
+class YamlProblem(Exception):
+    """The text is no acceptable YAML. `line` and `column` count from 1."""
+
+    def __init__(self, line: int, column: int, reason: str) -> None:
+        super().__init__(line, column, reason)
+        self.line, self.column, self.reason = line, column, reason
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"keys must be text, found {key!r}", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is already given in line {seen[key]}", key_node.start_mark
+                )
+            seen[key] = line
+        # Always deep: a mapping that contains itself through an alias is then refused instead of built.
+        return super().construct_mapping(node, deep=True)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, Any]:
+    return loader.construct_mapping(node, deep=True)
+
+
+def _sequence(loader: _Loader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:seq", _sequence)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that either these rules or PyYAML's would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that `text` stands for. Raises YamlProblem with line, column and reason."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise YamlProblem(line, column, error.problem or str(error)) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlProblem(line, 1, f"character {error.character!r} is not allowed ({error.reason})") from error
+
+
+def dump_yaml(value: Any) -> str:
+    """Block-style YAML of plain data, in the order of its keys."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def show(value: Any, limit: int = 80) -> str:
+    """One line for messages: how the value would be written in YAML, texts quoted, long ones cut."""
+    if isinstance(value, str | float):
+        text = repr(value)
+    elif value is None:
+        text = "null"
+    else:
+        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10_000)
+        text = text.removesuffix("...\n").strip()
+    return text if len(text) <= limit else text[: limit - 3] + "..."
