@@ -1,7 +1,8 @@
 """What a run tells about itself: metrics, spans, events, sinks, the run directory, and the display in the terminal.
 
 Workers record `Metrics` and spans and return them with their calls; the controller merges, writes and shows them. Nothing here
-imports torch or Ray.
+imports torch or Ray. The display is not among the names below, so that workers need not load what draws it:
+`from rolemesh.observe.console import TrainingDisplay`.
 """
 
 from rolemesh.observe.catalogue import METRICS, MetricInfo, describe, metrics_reference
