@@ -7,10 +7,14 @@ in a run, `sample` numbers the answers to that prompt. Rows are joined by this i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import pyarrow as pa
+
+from rolemesh.errors import BatchError
+from rolemesh.registry import nearest
 
 Kind = Literal["tokens", "token_floats", "int", "float", "bool", "string", "binary"]
 
@@ -25,6 +29,15 @@ ARROW_TYPES: Final[dict[Kind, pa.DataType]] = {
 }
 
 ID: Final = ("draw", "sample")
+
+COUNTED: Final[tuple[str, ...]] = ("prompt_ids", "response_ids")
+"""The columns whose lengths add up to the token count of a row, by which batches are balanced and cut."""
+
+EXTRA: Final = "extra/"
+"""Prefix of columns that are not declared here: a user's own scalars, always nullable."""
+
+EXTRA_KINDS: Final[tuple[Kind, ...]] = ("int", "float", "bool", "string")
+RAGGED_KINDS: Final[tuple[Kind, ...]] = ("tokens", "token_floats")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +66,93 @@ COLUMNS: Final[dict[str, Column]] = _declare(
     Column(name="prompt", kind="string", producer="data", meaning="prompt text as given to the tokenizer"),
     Column(name="prompt_ids", kind="tokens", producer="data", meaning="token ids of the prompt, exactly one BOS where the model has one"),
     Column(name="answer", kind="string", producer="data", nullable=True, meaning="reference answer, if the source has one"),
-    Column(name="task", kind="string", producer="data", nullable=True, meaning="JSON with what the verifier of the source needs beyond the answer"),
+    Column(
+        name="task",
+        kind="string",
+        producer="data",
+        nullable=True,
+        meaning="JSON with what the verifier of the source needs beyond the answer",
+    ),
     Column(name="response_ids", kind="tokens", producer="rollout", meaning="sampled token ids, the sampled end token included"),
     Column(name="response", kind="string", producer="rollout", meaning="sampled text without special tokens"),
-    Column(name="rollout_logprobs", kind="token_floats", producer="rollout", meaning="log-probability of each sampled token in the engine, after temperature"),
+    Column(
+        name="rollout_logprobs",
+        kind="token_floats",
+        producer="rollout",
+        meaning="log-probability of each sampled token in the engine, after temperature",
+    ),
     Column(name="response_length", kind="int", producer="rollout", meaning="number of tokens of response_ids"),
     Column(name="finish_reason", kind="string", producer="rollout", meaning="stop (end token), length (cut) or abort"),
     Column(name="weight_version", kind="int", producer="rollout", meaning="version of the weights that sampled every token of the row"),
     Column(name="engine", kind="string", producer="rollout", meaning="name of the engine that sampled the row"),
-    Column(name="reward", kind="float", producer="reward", nullable=True, meaning="total reward; null when scoring failed or abstained, and then the row is masked"),
-    Column(name="reward_status", kind="string", producer="reward", meaning="ok, or why there is no reward: error, timeout, not_finite, abstained"),
-    Column(name="advantage", kind="float", producer="algorithm", meaning="advantage of every response token of the row (outcome algorithms)"),
-    Column(name="token_weight", kind="float", producer="algorithm", meaning="weight of each response token of the row in the loss of its mini-batch; 0 masks the row"),
+    Column(
+        name="reward",
+        kind="float",
+        producer="reward",
+        nullable=True,
+        meaning="total reward; null when scoring failed or abstained, and then the row is masked",
+    ),
+    Column(
+        name="reward_status",
+        kind="string",
+        producer="reward",
+        meaning="ok, or why there is no reward: error, timeout, not_finite, abstained",
+    ),
+    Column(
+        name="advantage", kind="float", producer="algorithm", meaning="advantage of every response token of the row (outcome algorithms)"
+    ),
+    Column(
+        name="token_weight",
+        kind="float",
+        producer="algorithm",
+        meaning="weight of each response token of the row in the loss of its mini-batch; 0 masks the row",
+    ),
     Column(name="minibatch", kind="int", producer="algorithm", meaning="mini-batch of the step that the row belongs to, from 0"),
 )
+
+
+def kind_of(name: str, arrow_type: pa.DataType) -> Kind:
+    """Kind of a stored column. Raises BatchError when the name is not declared or the type is not the declared one."""
+    allowed: Sequence[Kind] = (COLUMNS[name].kind,) if name in COLUMNS else EXTRA_KINDS
+    check_name(name)
+    for kind in allowed:
+        if ARROW_TYPES[kind] == arrow_type:
+            return kind
+    expected = " or ".join(f"{kind} ({ARROW_TYPES[kind]})" for kind in allowed)
+    raise BatchError(f"column {name!r} has the Arrow type {arrow_type}; expected {expected}")
+
+
+def check_name(name: str) -> None:
+    """Raise BatchError unless `name` is declared or carries the prefix for a user's own columns."""
+    if name in COLUMNS or (name.startswith(EXTRA) and len(name) > len(EXTRA)):
+        return
+    hint = nearest(name, COLUMNS)
+    did_you_mean = f"Did you mean {hint!r}? " if hint else ""
+    raise BatchError(f"column {name!r} is not declared. {did_you_mean}A column of your own needs a name like {EXTRA + name!r}")
+
+
+def is_nullable(name: str) -> bool:
+    """True if a row may lack a value: null there means missing, failed or abstained."""
+    return COLUMNS[name].nullable if name in COLUMNS else True
+
+
+def missing_columns(missing: Iterable[str], present: Iterable[str]) -> BatchError:
+    """The error for columns that a batch does not hold: says what is there and which role writes the missing ones."""
+    wanted = []
+    for name in missing:
+        hint = nearest(name, COLUMNS)
+        if name in COLUMNS:
+            wanted.append(f"{name!r} (written by {COLUMNS[name].producer})")
+        else:
+            wanted.append(f"{name!r} (not declared{f'; did you mean {hint!r}?' if hint else ''})")
+    return BatchError(f"the batch has no column {', '.join(wanted)}; it has {', '.join(present)}")
+
+
+def columns_reference() -> str:
+    """The declared columns as a Markdown table, for the documentation."""
+    lines = ["| column | kind | null | written by | meaning |", "|---|---|---|---|---|"]
+    for column in COLUMNS.values():
+        null = "yes" if column.nullable else "no"
+        lines.append(f"| `{column.name}` | {column.kind} | {null} | {column.producer} | {column.meaning} |")
+    lines.append(f"| `{EXTRA}...` | {', '.join(EXTRA_KINDS)} | yes | user | a column of your own |")
+    return "\n".join(lines) + "\n"

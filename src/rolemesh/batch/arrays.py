@@ -1,0 +1,175 @@
+"""Values into Arrow columns and back, without sharing memory with the caller. Used by `Batch` alone.
+
+Two traps of Arrow are closed here: an array built over numpy memory changes with it, so values are copied on the way in and out; and
+`.values` of a sliced list column returns the values of its parent, so `flatten()` is used.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from rolemesh.batch.columns import ARROW_TYPES, COLUMNS, EXTRA_KINDS, RAGGED_KINDS, Kind, check_name, is_nullable, kind_of
+from rolemesh.batch.rows import Ints, describe
+from rolemesh.errors import BatchError
+
+Values: TypeAlias = Sequence[Any] | NDArray[Any] | pa.Array | pa.ChunkedArray
+
+_NUMPY_TYPES: dict[Kind, type[np.generic]] = {
+    "tokens": np.int32,
+    "token_floats": np.float32,
+    "int": np.int64,
+    "float": np.float64,
+    "bool": np.bool_,
+}
+
+
+def build_column(name: str, values: Values) -> pa.ChunkedArray:
+    """A column of the declared type from Python or numpy values (copied) or an Arrow array (shared, Arrow memory is immutable).
+
+    NaN becomes null in nullable columns, where both mean missing. Raises BatchError for values of another kind, or that do not fit
+    the type: fractions in an int column, token ids beyond int32. Kinds are never converted into each other, except whole numbers
+    between int and float.
+    """
+    check_name(name)
+    array = values if isinstance(values, pa.Array | pa.ChunkedArray) else _inferred(name, values)
+    kind = COLUMNS[name].kind if name in COLUMNS else _extra_kind(name, array.type)
+    target = ARROW_TYPES[kind]
+    if not _castable(array.type, target):
+        raise BatchError(f"column {name!r} is of kind {kind} ({target}), but was given {array.type}")
+    try:
+        array = array.cast(target)
+    except pa.ArrowInvalid as error:
+        raise BatchError(f"values of column {name!r} do not fit {kind} ({target}): {error}") from error
+    return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+
+
+def _inferred(name: str, values: Sequence[Any] | NDArray[Any]) -> pa.Array:
+    # `pa.array(values, type)` would cut 1.5 to 1 without a word, so Arrow infers the type and the checked cast follows
+    rows = values.copy() if isinstance(values, np.ndarray) and values.ndim == 1 else list(values)
+    try:
+        return pa.array(rows, from_pandas=is_nullable(name))
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise BatchError(f"values of column {name!r} cannot be stored: {error}. Give Python values or numpy arrays") from error
+
+
+def _extra_kind(name: str, given: pa.DataType) -> Kind:
+    types = pa.types
+    if types.is_integer(given):
+        return "int"
+    if types.is_floating(given):
+        return "float"
+    if types.is_boolean(given):
+        return "bool"
+    if types.is_string(given) or types.is_large_string(given):
+        return "string"
+    raise BatchError(
+        f"column {name!r} holds {given}; expected scalars of one kind: {', '.join(EXTRA_KINDS)}. "
+        "Where there are no values, or all are missing, give a numpy or Arrow array that has a type"
+    )
+
+
+def _castable(given: pa.DataType, target: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_null(given):
+        return True
+    if types.is_large_list(target):
+        return bool(types.is_list(given) or types.is_large_list(given)) and _castable(given.value_type, target.value_type)
+    families = (
+        (types.is_integer, types.is_floating),
+        (types.is_boolean,),
+        (types.is_string, types.is_large_string),
+        (types.is_binary, types.is_large_binary),
+    )
+    return any(any(test(target) for test in family) and any(test(given) for test in family) for family in families)
+
+
+def refuse_nulls(name: str, column: pa.ChunkedArray, ids: Ints) -> None:
+    """Raise BatchError, naming the first row, for a null in a column that may not lack values, or inside a list."""
+    kind = kind_of(name, column.type)
+    if not is_nullable(name) and column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy()))
+        raise BatchError(
+            f"column {name!r} has no value (null) in {column.null_count} row(s), first {describe(ids[row])}; it may not lack any"
+        )
+    if kind in RAGGED_KINDS and any(chunk.flatten().null_count for chunk in column.chunks):
+        row = next(row for row, value in enumerate(column) if None in value.as_py())
+        raise BatchError(f"column {name!r} has a null inside the list of row {describe(ids[row])}")
+
+
+def numpy_scalars(column: pa.ChunkedArray, kind: Kind) -> NDArray[Any]:
+    """A private, writable copy [N]; null floats become NaN. The column has no other nulls."""
+    if kind == "float":
+        column = column.fill_null(float("nan"))
+    return np.array(column.to_numpy(), dtype=_NUMPY_TYPES[kind])
+
+
+def ragged_lengths(column: pa.ChunkedArray) -> Ints:
+    """Lengths [N] of the lists of a ragged column."""
+    return np.array(pc.list_value_length(column).to_numpy(), dtype=np.int64)
+
+
+def ragged_parts(column: pa.ChunkedArray, kind: Kind) -> tuple[NDArray[Any], Ints]:
+    """(values [sum of lengths], offsets [N + 1] from 0) of a ragged column: private, writable copies."""
+    values = [np.empty(0, dtype=_NUMPY_TYPES[kind]), *(chunk.flatten().to_numpy() for chunk in column.chunks)]
+    offsets = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(ragged_lengths(column))))
+    return np.concatenate(values), offsets
+
+
+def differing_rows(left: pa.ChunkedArray, right: pa.ChunkedArray, kind: Kind) -> NDArray[np.bool_]:
+    """Mask [N] of the rows whose values differ between two columns of one type; null equals null and NaN equals NaN."""
+    if left.equals(right):
+        return np.zeros(len(left), dtype=np.bool_)
+    if kind in RAGGED_KINDS:
+        return _differing_lists(ragged_parts(left, kind), ragged_parts(right, kind))
+    if kind == "float":
+        nulls = left.is_null().to_numpy() != right.is_null().to_numpy()
+        return np.asarray(nulls | _differing_numbers(numpy_scalars(left, kind), numpy_scalars(right, kind)))
+    nulls = left.is_null().to_numpy() != right.is_null().to_numpy()
+    return np.asarray(nulls | pc.not_equal(left, right).fill_null(False).to_numpy())
+
+
+def _differing_numbers(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.asarray((left != right) & ~(np.isnan(left) & np.isnan(right)))
+
+
+def _differing_lists(left: tuple[NDArray[Any], Ints], right: tuple[NDArray[Any], Ints]) -> NDArray[np.bool_]:
+    (left_values, left_offsets), (right_values, right_offsets) = left, right
+    left_lengths, right_lengths = np.diff(left_offsets), np.diff(right_offsets)
+    differ = np.asarray(left_lengths != right_lengths)
+    left_kept, right_kept = np.repeat(~differ, left_lengths), np.repeat(~differ, right_lengths)
+    row = np.repeat(np.arange(len(differ)), left_lengths)[left_kept]
+    differ[row[_differing_numbers(left_values[left_kept], right_values[right_kept])]] = True
+    return differ
+
+
+def shown(column: pa.ChunkedArray, row: int) -> str:
+    """The value of a row for an error message, shortened."""
+    return reprlib.repr(column[row].as_py())
+
+
+def take_rows(table: pa.Table, indices: Ints) -> pa.Table:
+    """Rows of a table by position [M]; neighbouring rows are a slice, which copies nothing."""
+    if len(indices) and np.array_equal(indices, np.arange(indices[0], indices[0] + len(indices))):
+        return table.slice(int(indices[0]), len(indices))
+    return table.take(pa.array(indices))
+
+
+def to_ipc(table: pa.Table) -> pa.Buffer:
+    """The rows of a table, and no more, as one Arrow IPC stream. Pickling a slice itself would ship the whole buffers of its parent."""
+    sink = pa.BufferOutputStream()
+    whole = table.combine_chunks()
+    with pa.ipc.new_stream(sink, whole.schema) as writer:
+        writer.write_table(whole)
+    return sink.getvalue()
+
+
+def from_ipc(buffer: pa.Buffer) -> pa.Table:
+    """The table written by `to_ipc`, over the memory of `buffer`."""
+    return pa.ipc.open_stream(buffer).read_all()

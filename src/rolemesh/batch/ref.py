@@ -1,0 +1,242 @@
+"""`BatchRef`: what the controller holds of a batch - ids, token lengths and where each column lies, never the data.
+
+A worker returns its columns as a stored object and, beside it, the small `BlockMeta` of it. The controller puts these together
+(`from_blocks`), joins, takes and splits them as metadata, and gives each worker the references and the `Assembly` (`assembly`) from which
+the worker makes its batch (`assemble`). Every operation equals the operation of the same name on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolemesh.batch.assembly import Assembly, assembly_of
+from rolemesh.batch.balance import balance
+from rolemesh.batch.batch import Batch, refuse_ids, refuse_other_columns
+from rolemesh.batch.columns import COUNTED, ID, Kind, missing_columns
+from rolemesh.batch.layer import Block, Layer, common_groups
+from rolemesh.batch.rows import (
+    Indices,
+    Ints,
+    checked_indices,
+    checked_span,
+    describe,
+    match_rows,
+    repeated,
+    row_counts,
+    sorted_order,
+    spans,
+)
+from rolemesh.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BlockMeta:
+    """The small thing that a worker returns beside its object. Pickles."""
+
+    ids: Ints
+    """(draw, sample) of each row of the object, [N, 2]."""
+    tokens: Mapping[str, Ints]
+    """Lengths [N] of the counted columns (`columns.COUNTED`) in the object."""
+    columns: Mapping[str, Kind]
+    """Columns of the object, without the ids."""
+    nbytes: int
+
+
+def block_meta(batch: Batch) -> BlockMeta:
+    """What the controller needs to know of a batch that is about to be stored."""
+    columns = {name: kind for name, kind in batch.kinds().items() if name not in ID}
+    tokens = {name: batch.lengths(name) for name in COUNTED if name in columns}
+    return BlockMeta(ids=batch.ids, tokens=tokens, columns=columns, nbytes=batch.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchRef:
+    """Rows by id and, for each set of columns, the stored objects that hold them. Immutable; its methods return new ones."""
+
+    ids: Ints
+    """(draw, sample) of each row, int64 [N, 2], read-only."""
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        self.ids.setflags(write=False)
+
+    @classmethod
+    def from_blocks(cls, blocks: Sequence[tuple[Any, BlockMeta]]) -> Self:
+        """The rows of stored objects with the same columns, one after the other. Raises BatchError.
+
+        References are hashable and equal when they are the same object."""
+        if not blocks:
+            raise BatchError("cannot make a batch of no blocks: the columns would be unknown")
+        parts = []
+        for number, (ref, meta) in enumerate(blocks):
+            refuse_other_columns(blocks[0][1].columns, meta.columns, number)
+            parts.append(_layer_of(ref, meta))
+        ids = np.concatenate([meta.ids for _, meta in blocks])
+        return cls(ids, (Layer.concat(parts),) if blocks[0][1].columns else ())
+
+    # -- what is there ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"BatchRef({self.num_rows} rows: {', '.join(self.names)}; {len(self.refs)} objects)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names, the ids first."""
+        return (*ID, *self._kinds())
+
+    @property
+    def refs(self) -> list[Any]:
+        """The stored objects that some row needs, each once."""
+        return list(self._blocks())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these objects, which may hold more rows and columns than this batch."""
+        return sum(block.nbytes for block in self._blocks().values())
+
+    @property
+    def token_counts(self) -> Ints:
+        """Tokens of each row, int64 [N]: lengths of prompt_ids and response_ids, of those that are there (none: zeros)."""
+        counts = np.zeros(self.num_rows, dtype=np.int64)
+        for layer in self.layers:
+            for lengths in layer.tokens.values():
+                counts += lengths
+        return counts
+
+    def lengths(self, name: str) -> Ints:
+        """Lengths [N] of prompt_ids or response_ids, known without the data. Raises BatchError for a column that is not there."""
+        for layer in self.layers:
+            if name in layer.tokens:
+                return layer.tokens[name].copy()
+        self._require([name])
+        raise BatchError(f"lengths of column {name!r} are not kept in the metadata; those of {' and '.join(COUNTED)} are")
+
+    # -- columns ------------------------------------------------------------------------------------------------------------
+
+    def select(self, names: Iterable[str]) -> Self:
+        """These columns; the ids always stay. Raises BatchError naming missing columns and the roles that write them."""
+        wanted = list(names)
+        self._require(wanted)
+        return type(self)(self.ids, tuple(kept for layer in self.layers if (kept := layer.keep(wanted)) is not None))
+
+    def drop(self, names: Iterable[str]) -> Self:
+        """All columns but these. Raises BatchError for a missing column and for an id."""
+        dropped = set(names)
+        self._require(dropped)
+        refuse_ids(dropped, "dropped")
+        return self.select(name for name in self.names if name not in dropped)
+
+    def join(self, other: BatchRef, *, replace: bool = False) -> Self:
+        """The columns of both, matched by id in the row order of this batch.
+
+        Both must have the same ids, each once. A column in both must be the same stored data; with `replace` the other's wins. (The data
+        is not here to compare: equal values in another object count as different.) Raises BatchError."""
+        indices = match_rows(self.ids, other.ids)
+        matched = tuple(layer.take(indices) for layer in other.layers)
+        shared = [name for name in other._kinds() if name in self._kinds()]
+        if not replace:
+            self._refuse_conflicts(matched)
+        return type(self)(self.ids, (*self.drop(shared).layers, *matched))
+
+    def _refuse_conflicts(self, matched: Sequence[Layer]) -> None:
+        """Raise BatchError when a column of these layers, whose rows are matched, is here too but lies elsewhere."""
+        first: dict[str, int] = {}
+        for mine in self.layers:
+            for theirs in matched:
+                shared = [name for name in mine.columns if name in theirs.columns]
+                differing = mine.differing_rows(theirs) if shared else np.zeros(0, dtype=np.bool_)
+                if differing.any():
+                    first |= dict.fromkeys(shared, int(np.argmax(differing)))
+        if first:
+            row = min(first.values())
+            raise BatchError(
+                f"cannot join: column(s) {', '.join(map(repr, first))} are in both batches and were written separately, first in row "
+                f"{describe(self.ids[row])}. Drop them from one batch, or join with replace=True to let the other win"
+            )
+
+    # -- rows ---------------------------------------------------------------------------------------------------------------
+
+    def take(self, indices: Indices) -> Self:
+        """Rows by position, in the given order. Raises BatchError for masks, negative positions and those beyond the end."""
+        return self._take(checked_indices(indices, self.num_rows))
+
+    def slice(self, start: int, length: int) -> Self:
+        """`length` neighbouring rows from `start`. Raises BatchError when they do not all exist."""
+        checked_span(start, length, self.num_rows)
+        return self._take(np.arange(start, start + length, dtype=np.int64))
+
+    @classmethod
+    def concat(cls, batches: Sequence[BatchRef]) -> Self:
+        """The rows of all batches, which must have the same columns (in any order and grouping). Raises BatchError."""
+        if not batches:
+            raise BatchError("cannot concatenate no batches: the columns would be unknown")
+        for number, batch in enumerate(batches):
+            refuse_other_columns(batches[0]._kinds(), batch._kinds(), number)
+        groups = common_groups([batch.layers for batch in batches])
+        return cls(np.concatenate([batch.ids for batch in batches]), tuple(Layer.concat(group) for group in groups))
+
+    def repeat(self, n: int) -> Self:
+        """Every row n times in a row, `sample` numbered 0..n-1. Raises BatchError when a prompt (draw) has several rows already."""
+        positions, ids = repeated(self.ids, n)
+        return type(self)(ids, self._take(positions).layers)
+
+    def split_rows(self, n: int) -> list[Self]:
+        """n runs of neighbouring rows: 10 over 4 -> 3, 3, 2, 2. With fewer rows than n the last parts are empty."""
+        return [self.slice(start, length) for start, length in spans(self.num_rows, n)]
+
+    def split_tokens(self, n: int, counts: Indices | NDArray[np.float64] | None = None) -> list[Self]:
+        """n parts of about equal token counts (`balance`), rows in their order within a part. `counts` [N] replaces token_counts."""
+        weights = self.token_counts if counts is None else row_counts(counts, self.num_rows)
+        return [self._take(part) for part in balance(weights, n)]
+
+    def sort_by_id(self) -> Self:
+        """Rows in the order of draw, then sample."""
+        return self._take(sorted_order(self.ids))
+
+    # -- towards the data ---------------------------------------------------------------------------------------------------
+
+    def assembly(self, reads: Iterable[str]) -> tuple[list[Any], Assembly]:
+        """(refs, assembly) for a worker that reads these columns: `assemble(assembly, objects of refs)` is its batch.
+
+        Only objects that hold such a column are among the refs, each once. Ids come from here and need not be asked for.
+        Raises BatchError naming missing columns and the roles that write them."""
+        wanted = tuple(dict.fromkeys(name for name in reads if name not in ID))
+        self._require(wanted)
+        return assembly_of(self.ids, self.select(wanted).layers, wanted)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _kinds(self) -> dict[str, Kind]:
+        return {name: kind for layer in self.layers for name, kind in layer.columns.items()}
+
+    def _blocks(self) -> dict[Any, Block]:
+        return {block.ref: block for layer in self.layers for block in layer.blocks}
+
+    def _take(self, indices: Ints) -> Self:
+        return type(self)(self.ids[indices], tuple(layer.take(indices) for layer in self.layers))
+
+    def _require(self, names: Iterable[str]) -> None:
+        present = self.names
+        missing = [name for name in names if name not in present]
+        if missing:
+            raise missing_columns(missing, present)
+
+
+def _layer_of(ref: Any, meta: BlockMeta) -> Layer:
+    rows = len(meta.ids)
+    blocks = (Block(ref, tuple(meta.columns), rows, meta.nbytes),) if rows else ()
+    where = np.arange(rows, dtype=np.int64)
+    tokens = {name: lengths.copy() for name, lengths in meta.tokens.items()}
+    return Layer(meta.columns, blocks, np.zeros(rows, dtype=np.int32), where, tokens)
