@@ -1,1 +1,5 @@
-"""roles."""
+"""The roles: where workers meet engines, algorithms, rewards and weights."""
+
+from rolemesh.roles.table import ROLE_WORKERS, worker_class
+
+__all__ = ["ROLE_WORKERS", "worker_class"]

@@ -1,1 +1,1 @@
-"""training."""
+"""Training: read `loop.py` first, then `phases.py`, then `session.py`."""

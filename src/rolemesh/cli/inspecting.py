@@ -1,0 +1,82 @@
+"""Commands that look but start nothing: plan, status, init. They load neither torch nor Ray."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rolemesh.cli.options import recipe_and_overrides
+from rolemesh.config import check_config, load_config
+from rolemesh.errors import ConfigError, ResourceError
+from rolemesh.observe import find_run
+from rolemesh.plan import build_plan, local_inventory, parse_nodes, plan_json, render_plan
+
+REWARD_EXAMPLE = '''"""A reward of your own: name it in the recipe as `rewards:score`."""
+
+
+def score(sample, **options):
+    """1 for the right answer, a little for a number at all, else 0. `sample` has prompt, response, answer, task, source."""
+    text = sample.response.strip()
+    if text == sample.answer:
+        return 1.0
+    return 0.1 if text.lstrip("-").isdigit() else 0.0
+'''
+
+
+def plan(arguments: list[str], nodes: str | None, *, as_json: bool) -> int:
+    """Print the plan; returns the exit code, 3 when resources cannot hold it."""
+    config = load_config(*recipe_and_overrides(arguments))
+    problems = check_config(config)
+    if problems:
+        raise ConfigError(problems=problems)
+    found = build_plan(config, parse_nodes(nodes) if nodes else local_inventory())
+    if as_json:
+        typer.echo(json.dumps(plan_json(found), indent=2))
+    else:
+        render_plan(found, Console(soft_wrap=False))
+    return ResourceError.exit_code if found.problems else 0
+
+
+def status(run: str | None, runs_dir: Path, *, as_json: bool) -> None:
+    """Print what a run said last of itself."""
+    directory = find_run(runs_dir, run)
+    found = {"run": directory.name, "state": "unknown", "step": 0, "workers": []} | directory.read_status()
+    if found["state"] == "running" and not psutil.pid_exists(int(found["pid"])):
+        found |= {"state": "dead", "workers": []}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    _show_status(found, Console())
+
+
+def _show_status(found: dict[str, Any], console: Console) -> None:
+    steps = f" of {found['steps']}" if "steps" in found else ""
+    console.print(f"[bold]{found['run']}[/bold]: {found['state']}, step {found['step']}{steps}, {found.get('phase', '')}")
+    table = Table("group", "rank", "node", "pid", "state", "call", "since")
+    for worker in found["workers"]:
+        since = f"{time.time() - worker['since']:.1f} s" if worker["since"] else ""
+        fields = ("group", "rank", "node", "pid", "state", "call")
+        table.add_row(*(str(worker[field]) for field in fields), since)
+    if found["workers"]:
+        console.print(table)
+
+
+def init(folder: Path) -> None:
+    """Write `recipe.yaml` and `rewards.py`; refuses to overwrite."""
+    files = {"recipe.yaml": resources.files("rolemesh").joinpath("recipes/demo.yaml").read_text(encoding="utf-8"), "rewards.py": REWARD_EXAMPLE}
+    present = [name for name in files if (folder / name).exists()]
+    if present:
+        raise ConfigError.one("init", f"{folder} must not hold {' or '.join(files)} yet", ", ".join(present), "Name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    typer.echo(f"Wrote {folder / 'recipe.yaml'} and {folder / 'rewards.py'}.")
+    typer.echo("Try: rolemesh plan recipe.yaml; rolemesh train recipe.yaml 'reward=[{name: \"rewards:score\"}]'")

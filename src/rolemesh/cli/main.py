@@ -1,0 +1,124 @@
+"""`rolemesh`: one command a file function, errors turned into messages and exit codes at this one place.
+
+Exit codes: 0 done; 2 config error; 3 resources cannot satisfy the plan; 4 failure; 130 interrupted, state saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rolemesh import __version__
+from rolemesh.cli import inspecting, running
+from rolemesh.cli.options import Arguments, RunArgument, RunsDir
+from rolemesh.errors import ConfigError, ResourceError, RolemeshError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="rolemesh",
+    help="Train language models with reinforcement learning: roles on pools, one legible controller, hard to kill.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rolemesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False) -> None:
+    pass
+
+
+@app.command()
+def train(
+    arguments: Arguments = None,
+    resume: Annotated[str | None, typer.Option(help="Go on with this run (path, name or its beginning) from its newest checkpoint.")] = None,
+) -> None:
+    """Train by a recipe (default: the demo). RECIPE is a name or a YAML file, further words are overrides such as trainer.steps=5."""
+    running.train(arguments or [], resume)
+
+
+@app.command()
+def sft(arguments: Arguments = None) -> None:
+    """Supervised fine-tuning by the `sft` section of a recipe; leaves a Hugging Face folder in the run directory."""
+    running.sft(arguments or [])
+
+
+@app.command(name="eval")
+def evaluate(
+    arguments: Arguments = None,
+    run: Annotated[str | None, typer.Option(help="Evaluate the newest checkpoint of this run instead of a recipe's model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Accuracy on the held-out prompts, greedy."""
+    running.evaluate(arguments or [], run, as_json=as_json)
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; standard input, a prompt a line, when none are given.")] = None,
+    run: Annotated[str | None, typer.Option(help="Answer with the newest checkpoint of this run (default: the newest run).")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Answer prompts with a trained model, in this process."""
+    lines = prompts if prompts else [line.rstrip("\n") for line in sys.stdin]
+    running.generate(lines, run, temperature, runs_dir)
+
+
+@app.command()
+def plan(
+    arguments: Arguments = None,
+    nodes: Annotated[str | None, typer.Option(help="Plan for nodes that need not exist: 2x8 is two nodes with eight GPUs each.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What would run where: roles, pools, nodes, CPUs, memory, sizes, and every problem, without starting anything."""
+    raise typer.Exit(inspecting.plan(arguments or [], nodes, as_json=as_json))
+
+
+@app.command()
+def status(
+    run: RunArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """What a run does now: roles, ranks, nodes, pids, state, current call and since when."""
+    inspecting.status(run, runs_dir, as_json=as_json)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="Folder to write into.")] = Path()) -> None:
+    """Write a recipe and a reward function of your own to start from."""
+    inspecting.init(folder)
+
+
+def main() -> None:
+    """Run the command line; every error of ours ends as a message and an exit code, without a traceback."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        app()
+    except (ConfigError, ResourceError) as error:
+        for problem in error.problems:
+            errors.print(f"[red]✗[/red] [bold]{_plain(problem.subject)}[/bold]: {_plain(str(problem)[len(problem.subject) + 2 :])}")
+        sys.exit(error.exit_code)
+    except RolemeshError as error:
+        errors.print(f"[red]✗[/red] {_plain(str(error))}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(INTERRUPTED)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

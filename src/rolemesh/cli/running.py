@@ -1,0 +1,101 @@
+"""Commands that start something: train, sft, eval, generate. Torch and Ray are loaded inside, after the config was read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from rolemesh.cli.options import recipe_and_overrides
+from rolemesh.config import check_config, load_config
+from rolemesh.config.schema import Config
+from rolemesh.errors import ConfigError
+from rolemesh.observe import RunDirectory, find_run
+from rolemesh.observe.console import TrainingDisplay
+
+
+def _prepare_process() -> None:
+    """The working directory holds the user's own code; one thread a process; no warnings of other libraries on the screen."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _checked(recipe: str | None, overrides: list[str]) -> Config:
+    config = load_config(recipe, overrides)
+    problems = check_config(config)
+    if problems:
+        raise ConfigError(problems=problems)
+    return config
+
+
+def train(arguments: list[str], resume: str | None) -> None:
+    """See `rolemesh train --help`."""
+    directory = None
+    if resume is None:
+        config = _checked(*recipe_and_overrides(arguments))
+    else:
+        directory = _find(resume)
+        config = _checked(str(directory.config), arguments)
+    _prepare_process()
+    from rolemesh.training.launch import run_training
+
+    run_training(config, TrainingDisplay(), resume=directory)
+
+
+def _find(run: str, runs_dir: Path = Path("runs")) -> RunDirectory:
+    return find_run(runs_dir, run)
+
+
+def sft(arguments: list[str]) -> None:
+    """See `rolemesh sft --help`."""
+    config = _checked(*recipe_and_overrides(arguments))
+    if config.sft is None:
+        raise ConfigError.one("sft", "the recipe must have a section `sft`", "none", "Add `sft: {steps: 200}`")
+    _prepare_process()
+    from rolemesh.training.tasks import run_sft
+
+    folder = run_sft(config, TrainingDisplay())
+    typer.echo(f"The model is in {folder}. Train on from it with model.path={folder}")
+
+
+def evaluate(arguments: list[str], run: str | None, *, as_json: bool) -> None:
+    """See `rolemesh eval --help`."""
+    if run is None:
+        config = _checked(*recipe_and_overrides(arguments))
+    else:
+        directory = _find(run)
+        config = _checked(str(directory.config), [f"model.path={_model_of(directory)}", *arguments])
+    _prepare_process()
+    from rolemesh.training.tasks import run_evaluation
+
+    found = run_evaluation(config)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name, value in found.items():
+        typer.echo(f"{name}: {value:.4g}")
+
+
+def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: Path) -> None:
+    """See `rolemesh generate --help`."""
+    directory = find_run(runs_dir, run)
+    config = _checked(str(directory.config), [f"model.path={_model_of(directory)}", "backend=local"])
+    _prepare_process()
+    from rolemesh.training.tasks import run_generation
+
+    for answer in run_generation(config, prompts, temperature):
+        typer.echo(answer)
+
+
+def _model_of(directory: RunDirectory) -> Path:
+    """The model folder of the newest checkpoint."""
+    found = sorted(directory.checkpoints.glob("step-*/state.json"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    if not found:
+        raise ConfigError.one("run", "it must have a complete checkpoint", f"none in {directory.checkpoints}")
+    return (found[-1].parent / "model").resolve()

@@ -1,0 +1,163 @@
+"""The actor: trains the policy, data-parallel over its ranks, and publishes its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+
+from rolemesh.algorithms import create_algorithm
+from rolemesh.batch import Batch, BatchRef
+from rolemesh.config.schema import Config
+from rolemesh.engines.train import OptimizerSettings, TrainEngine, sft_loss
+from rolemesh.models import load_model, load_tokenizer, save_model
+from rolemesh.observe import Metrics
+from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, WorkerContext, register
+from rolemesh.runtime.dispatch import collect_all
+from rolemesh.weights import WeightManifest, pack
+
+if TYPE_CHECKING:
+    from rolemesh.protocols.algorithm import TokenBatch
+
+STATE_FILE = "actor.pt"
+TRAIN_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "token_weight", "minibatch")
+
+
+def split_minibatches(topology: Topology, request: Request) -> list[Share | None]:
+    """Every mini-batch is balanced by tokens over the data-parallel ranks by itself, so that no rank waits inside a step.
+
+    The call's keyword `minibatches` (int [N], the mini-batch of each row) says which rows belong together; workers do not get it.
+    """
+    batch = request.batch
+    assert batch is not None
+    kwargs = dict(request.kwargs)
+    member = np.asarray(kwargs.pop("minibatches"))
+    parts: list[list[BatchRef]] = [[] for _ in range(topology.data_parallel)]
+    for number in np.unique(member):
+        rows = batch.take(np.flatnonzero(member == number))
+        for mine, share in zip(parts, rows.split_tokens(topology.data_parallel), strict=True):
+            mine.append(share)
+    shares = [BatchRef.concat(mine) for mine in parts]
+    return [Share(batch=shares[rank // topology.tensor_parallel], args=request.args, kwargs=kwargs) for rank in range(topology.world_size)]
+
+
+BY_MINIBATCH = Dispatch(name="by_minibatch", split=split_minibatches, collect=collect_all)
+
+
+class ActorWorker(Worker):
+    """One data-parallel rank of the actor."""
+
+    communicates: ClassVar[bool] = True
+
+    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+        super().__init__(context)
+        self.config = config
+        self.algorithm = create_algorithm(config)
+        self.engine: TrainEngine
+
+    def load(self) -> None:
+        """Build the model: the same weights on every rank, from the folder or from the seed."""
+        torch.set_num_threads(1)
+        self.engine = self._make_engine(self._policy_optimizer())
+
+    def _make_engine(self, optimizer: OptimizerSettings) -> TrainEngine:
+        model = load_model(self.config.model, seed=self.config.seed)
+        return TrainEngine(model, optimizer=optimizer, micro_batch_tokens=self.config.trainer.micro_batch_tokens)
+
+    def _policy_optimizer(self) -> OptimizerSettings:
+        trainer = self.config.trainer
+        return OptimizerSettings(
+            learning_rate=trainer.learning_rate,
+            warmup_steps=trainer.warmup_steps,
+            schedule=trainer.schedule,
+            schedule_steps=trainer.schedule_steps,
+            weight_decay=trainer.weight_decay,
+            betas=trainer.betas,
+            max_grad_norm=trainer.max_grad_norm,
+        )
+
+    def joined(self) -> None:
+        self.engine.process_group = self.communicator.group if self.communicator is not None else None
+
+    def leave(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.process_group = None
+        super().leave()
+
+    # -- policy ---------------------------------------------------------------------------------------------------------------
+
+    @register(dispatch=BY_MINIBATCH, reads=TRAIN_COLUMNS, mutates=True)
+    def update(self, batch: Batch, *, count: int, temperature: float) -> None:
+        """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
+
+        Rows are taken in id order. Before the first weight change, `policy/ratio_first_minibatch_max_deviation` is the largest
+        |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine.
+        """
+        batch = batch.sort_by_id()
+        member = batch.scalars("minibatch")
+        for epoch in range(self.config.trainer.epochs):
+            for number in range(count):
+                rows = batch.take(np.flatnonzero(member == number))
+                first = epoch == 0 and number == 0
+                with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
+                    self.engine.update(rows, self._first_loss if first else self.algorithm.loss, temperature=temperature, metrics=self.metrics)
+
+    def _first_loss(self, tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
+        kept = tokens.weights != 0
+        gap = (tokens.logprobs.detach() - tokens.old_logprobs)[kept]
+        if len(gap):
+            metrics.max("rollout/logprob_gap_max", gap.abs().max())
+            metrics.max("policy/ratio_first_minibatch_max_deviation", (gap.exp() - 1).abs().max())
+        return self.algorithm.loss(tokens, metrics)
+
+    @register(dispatch=BY_MINIBATCH, reads=TRAIN_COLUMNS)
+    def gradients(self, batch: Batch, *, temperature: float) -> dict[str, np.ndarray]:
+        """Gradients of the rows as one mini-batch, summed over ranks, without a step: for checks of equality."""
+        found = self.engine.compute_gradients(batch.sort_by_id(), self.algorithm.loss, temperature=temperature, metrics=Metrics())
+        return {name: gradient.float().numpy() for name, gradient in found.items()}
+
+    # -- supervised ----------------------------------------------------------------------------------------------------------
+
+    @register(dispatch="all", mutates=True)
+    def start_sft(self) -> None:
+        """Use the optimizer of the `sft` section from here on."""
+        sft = self.config.sft
+        assert sft is not None
+        settings = OptimizerSettings(learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule="linear", schedule_steps=sft.steps)
+        self.engine.reset_optimizer(settings)
+
+    @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "token_weight"), mutates=True)
+    def sft_update(self, batch: Batch) -> None:
+        """One optimizer step of cross-entropy on the response tokens."""
+        self.engine.update(batch.sort_by_id(), sft_loss, temperature=1.0, metrics=self.metrics)
+
+    @register(dispatch="all", mutates=True)
+    def end_sft(self) -> None:
+        """Back to the policy's optimizer, with fresh moments."""
+        self.engine.reset_optimizer(self._policy_optimizer())
+
+    # -- weights and checkpoints ---------------------------------------------------------------------------------------------
+
+    @register(dispatch="rank_zero", stores=True)
+    def publish(self, version: int) -> tuple[WeightManifest, np.ndarray]:
+        """All weights as one flat buffer under a version. The buffer stays in this node's shared memory until it is dropped."""
+        return pack(self.engine.named_weights(), version)
+
+    @register(dispatch="rank_zero")
+    def save(self, folder: str) -> None:
+        """Write the training state and a Hugging Face folder (`model/`) into an existing folder."""
+        torch.save(self.engine.state(), Path(folder) / STATE_FILE)
+        save_model(Path(folder) / "model", self.engine.model, load_tokenizer(self.config.model))
+
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str) -> None:
+        """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
+        self.engine.load_state(torch.load(Path(folder) / STATE_FILE, weights_only=True))
+
+    @register(dispatch="rank_zero")
+    def state_digest(self) -> dict[str, float]:
+        """Checksums of the weights by name, for checks of equality."""
+        return {name: float(weight.double().sum()) for name, weight in self.engine.named_weights()}
+

@@ -1,0 +1,80 @@
+"""Checkpoints: `checkpoints/step-N/` with the actor's state, a Hugging Face folder (`model/`) and `state.json`.
+
+A checkpoint is written into a hidden folder, synced and renamed, so that one with its name is complete; `state.json` is its marker. The
+newest complete one is used, and those that were skipped are named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rolemesh import __version__
+from rolemesh.errors import ConfigError
+from rolemesh.observe import RunDirectory, write_json
+
+if TYPE_CHECKING:
+    from rolemesh.training.run import TrainingRun
+
+STATE: Final = "state.json"
+FORMAT: Final = 1
+
+
+async def save(run: TrainingRun) -> Path:
+    """Write a checkpoint of the current step and drop all but the newest `trainer.keep_checkpoints`. Returns its folder."""
+    final = run.directory.checkpoint(run.progress.step)
+    fresh = final.parent / f".{final.name}.partial"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    await run.session.groups["actor"].save(str(fresh.resolve()))
+    state = {"format": FORMAT, "rolemesh": __version__, "progress": run.progress.to_json(), "prompts": run.prompts.state()}
+    write_json(fresh / STATE, state)
+    _sync(fresh)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(fresh, final)
+    for old in complete(run.directory)[: -run.config.trainer.keep_checkpoints]:
+        shutil.rmtree(old)
+    return final
+
+
+def complete(directory: RunDirectory) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted((path for path in directory.checkpoints.glob("step-*") if (path / STATE).is_file()), key=_step_of)
+
+
+def newest(directory: RunDirectory) -> tuple[Path, list[Path]]:
+    """(newest complete checkpoint, incomplete ones that were skipped). Raises ConfigError when there is none."""
+    found = complete(directory)
+    skipped = [path for path in directory.checkpoints.iterdir() if path not in found] if directory.checkpoints.is_dir() else []
+    if not found:
+        raise ConfigError.one(
+            "--resume",
+            "the run must have a complete checkpoint",
+            f"none in {directory.checkpoints}" + (f" ({len(skipped)} incomplete)" if skipped else ""),
+            "Start it anew; trainer.save_every writes checkpoints on the way",
+        )
+    return found[-1], skipped
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint. Raises ConfigError for one of another format."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        raise ConfigError.one(
+            "--resume", f"checkpoint format {FORMAT}", f"{state.get('format')} (written by rolemesh {state.get('rolemesh')}) in {folder}"
+        )
+    return state
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,35 @@
+"""The controller's loop. What each line waits for, and who unblocks it:
+
+    draw        nobody: prompts come from the controller's own stream
+    generate    rollout workers; they hold exactly the weights that `publish` gave them
+    score       reward workers
+    advantages  nobody: rewards and lengths only, no tokens
+    update      actor workers, all mini-batches of the step in one call
+    publish     actor rank zero packs, rollout workers load; the new version is served from here on
+
+Every name here is a function of `phases.py` over one `TrainingRun`; the token data stays with the workers all along.
+"""
+
+from __future__ import annotations
+
+from rolemesh.training import phases
+from rolemesh.training.run import TrainingRun
+
+
+async def train(run: TrainingRun) -> None:
+    """Train to the last step of the config, from wherever the run stands."""
+    await phases.warm_start(run)
+    await phases.publish(run)
+    await phases.evaluate(run)
+    for step in run.steps():
+        prompts = phases.draw(run)
+        samples = await phases.generate(run, prompts)
+        scored = await phases.score(run, samples)
+        batch = await phases.advantages(run, scored)
+        await phases.update(run, batch)
+        await phases.publish(run)
+        await phases.record(run, batch)
+        if run.is_due(run.config.trainer.eval_every, step):
+            await phases.evaluate(run)
+        if run.is_due(run.config.trainer.save_every, step):
+            await phases.save(run)

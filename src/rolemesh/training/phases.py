@@ -1,0 +1,138 @@
+"""The phases of a step, each a function of a `TrainingRun`. `loop.py` calls them in order; other loops may call them otherwise."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rolemesh.batch import Batch, BatchRef
+from rolemesh.data import sft_batch
+from rolemesh.errors import RunStopped
+from rolemesh.observe import Metrics
+from rolemesh.training import checkpoint, evaluation
+from rolemesh.training.run import TrainingRun
+
+
+async def warm_start(run: TrainingRun) -> None:
+    """Supervised fine-tuning of a fresh run by the `sft` section; nothing without one, or when the run goes on from a checkpoint."""
+    sft = run.config.sft
+    if sft is None or run.sft_prompts is None or run.progress.step > 0:
+        return
+    run.recorder.begin_stage("sft", sft.steps)
+    actor = run.session.groups["actor"]
+    await actor.start_sft()
+    for step in range(1, sft.steps + 1):
+        batch = sft_batch(run.sft_prompts, sft.batch_size, run.session.tokenizer, run.config.data.max_response_tokens)
+        await actor.sft_update(run.session.store(batch))
+        run.recorder.sft_step(step)
+    await actor.end_sft()
+    run.recorder.end_stage("sft")
+
+
+def draw(run: TrainingRun) -> BatchRef:
+    """The next prompts, one row for each answer to be made."""
+    with run.recorder.span("draw"):
+        prompts = run.prompts.draw(run.config.trainer.prompts_per_step)
+        return run.session.store(prompts).repeat(run.config.algorithm.group_size)
+
+
+async def generate(run: TrainingRun, prompts: BatchRef) -> BatchRef:
+    """Sample an answer to every row with the current weights."""
+    rollout = run.session.groups["rollout"]
+    written = await rollout.generate(
+        prompts, version=run.progress.weight_version, temperature=run.config.rollout.temperature, seed=run.config.seed
+    )
+    return prompts.join(written)
+
+
+async def score(run: TrainingRun, samples: BatchRef) -> BatchRef:
+    """Reward every row. Rows that cannot be scored have no reward; training masks them and the step counts them."""
+    return samples.join(await run.session.groups["reward"].score(samples))
+
+
+async def advantages(run: TrainingRun, scored: BatchRef) -> BatchRef:
+    """Rewards into advantages, token weights and mini-batches, from numbers alone."""
+    numbers = await run.session.read(scored, ("reward", *run.algorithm.reads))
+    with run.recorder.span("advantages"):
+        prepared = run.algorithm.prepare(numbers, run.recorder.metrics)
+        _record_rewards(prepared, run.recorder.metrics)
+        run.recorder.metrics.sum("samples/trained", int((prepared.scalars("token_weight") > 0).sum()))
+        expected = run.config.trainer.prompts_per_step * run.config.algorithm.group_size
+        run.recorder.metrics.sum("samples/lost", expected - len(prepared))
+        return scored.join(run.session.store(prepared.select(["advantage", "token_weight", "minibatch"])))
+
+
+def _record_rewards(batch: Batch, metrics: Metrics) -> None:
+    rewards = np.asarray(batch.scalars("reward"), dtype=np.float64)
+    lengths = np.asarray(batch.scalars("response_length"))
+    valid = rewards[np.isfinite(rewards)]
+    metrics.mean("reward/mean", valid.mean() if len(valid) else 0.0)
+    metrics.mean("reward/std", valid.std() if len(valid) else 0.0)
+    if len(valid):
+        metrics.max("reward/max", valid.max())
+        metrics.min("reward/min", valid.min())
+    metrics.sum("reward/failed", len(rewards) - len(valid))
+    metrics.mean("response_length/mean", lengths.mean())
+
+
+async def update(run: TrainingRun, batch: BatchRef) -> None:
+    """One pass of the optimizer over the step: all epochs and mini-batches in one call. The weights become a new version."""
+    numbers = await run.session.read(batch, ("advantage", "token_weight", "minibatch"))
+    if not run.algorithm.has_signal(numbers):
+        run.recorder.no_signal(run.config.algorithm.no_signal)
+        if run.config.algorithm.no_signal == "stop":
+            raise RunStopped(_no_signal_message(run))
+        if run.config.algorithm.no_signal == "skip_step":
+            return
+    await run.session.groups["actor"].update(
+        batch,
+        minibatches=numbers.scalars("minibatch"),
+        count=run.config.trainer.minibatches,
+        temperature=run.config.rollout.temperature,
+    )
+    run.progress.weight_version += 1
+
+
+def _no_signal_message(run: TrainingRun) -> str:
+    shares = run.recorder.metrics.reduce()
+    right, wrong = shares.get("reward/all_right_groups", 0.0), shares.get("reward/all_wrong_groups", 0.0)
+    return (
+        f"step {run.progress.step + 1}: no group has any spread in its rewards ({right:.0%} of groups all right, {wrong:.0%} all wrong), so "
+        "there is nothing to learn from. Use easier or harder prompts, a larger algorithm.group_size, or algorithm.no_signal: skip_step"
+    )
+
+
+async def publish(run: TrainingRun) -> None:
+    """Give every rollout worker the actor's weights under the current version. Nothing to do when they hold it already."""
+    version = run.progress.weight_version
+    if run.session.published_version == version:
+        return
+    manifest, stored = await run.session.groups["actor"].publish(version)
+    held = await run.session.groups["rollout"].load_weights(manifest, stored)
+    run.session.confirm_published(version, held)
+
+
+async def record(run: TrainingRun, batch: BatchRef) -> None:
+    """Write the step's row of metrics and, now and then, its samples."""
+    run.progress.step += 1
+    step = run.progress.step
+    every = run.config.trainer.save_samples_every
+    if step == 1 or run.is_due(every, step):
+        await run.session.groups["reward"].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
+    run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report)
+
+
+async def evaluate(run: TrainingRun) -> None:
+    """Greedy answers to the held-out prompts, scored like training's."""
+    run.recorder.begin_stage("eval", 1)
+    values = await evaluation.held_out(run.session, run.eval_set, run.progress.weight_version)
+    if run.progress.first_accuracy is None:
+        run.progress.first_accuracy = values["eval/accuracy"]
+    run.progress.last_accuracy = values["eval/accuracy"]
+    run.recorder.evaluation(run.progress.step, values)
+
+
+async def save(run: TrainingRun) -> None:
+    """Write a checkpoint; it counts only when it is complete."""
+    run.recorder.begin_stage("save", 1)
+    folder = await checkpoint.save(run)
+    run.recorder.saved(run.progress.step, folder)

@@ -1,0 +1,59 @@
+"""`TrainingRun`: everything a phase needs in one place, and the few numbers that a run consists of between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolemesh.config.schema import Config
+from rolemesh.data import EvalSet, PromptStream
+from rolemesh.observe import RunDirectory
+from rolemesh.protocols.algorithm import Algorithm
+from rolemesh.training.recorder import Recorder
+from rolemesh.training.session import Session
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Where a run stands. Part of every checkpoint; with the data cursor and the actor's state it determines all that follows."""
+
+    step: int = 0
+    """Steps done."""
+    weight_version: int = 0
+    """Version of the actor's weights: 0 before the first update, then one more for each."""
+    first_accuracy: float | None = None
+    """Held-out accuracy before the first step."""
+    last_accuracy: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingRun:
+    """One run under way."""
+
+    config: Config
+    directory: RunDirectory
+    session: Session
+    recorder: Recorder
+    algorithm: Algorithm
+    prompts: PromptStream
+    sft_prompts: PromptStream | None
+    eval_set: EvalSet
+    progress: Progress = field(default_factory=Progress)
+    interrupted: bool = False
+    """Set by a signal; the loop then ends after the step under way."""
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do, from 1; each is timed and counted as done when the loop comes back for the next."""
+        for step in range(self.progress.step + 1, self.config.trainer.steps + 1):
+            if self.interrupted:
+                return
+            self.recorder.begin_step(step)
+            yield step
+
+    def is_due(self, every: int, step: int) -> bool:
+        """True every so many steps, and after the last one."""
+        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
