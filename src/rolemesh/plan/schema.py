@@ -76,18 +76,29 @@ class MemoryLine:
     role: str
     what: str
     bytes: int
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMemory:
-    """Estimated memory of one slot's process of a pool."""
+    """Estimated memory of one slot's process of a pool, or of one process beside the slots."""
 
     pool: str
     lines: tuple[MemoryLine, ...]
+    process: str = "slot"
+    """`slot`, or the role that has processes of its own (reward)."""
 
     @property
     def total_bytes(self) -> int:
         return sum(line.bytes for line in self.lines)
+
+    @property
+    def gpu_bytes(self) -> int:
+        return sum(line.bytes for line in self.lines if line.on_gpu)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.total_bytes - self.gpu_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
