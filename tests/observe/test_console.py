@@ -77,15 +77,30 @@ def test_without_a_terminal_lines_come_at_most_every_few_seconds_but_the_last_st
     assert lines[0] == "step 1/7  reward 0.100  ± 0.250  2.00 s  4,321 tokens/s"
 
 
-def test_without_a_terminal_notes_phases_of_the_start_and_evaluations_always_come():
-    shown, console = display(terminal=False)
-    shown.phase("starting workers")
-    shown.phase("starting workers", "1 of 2")
+def test_without_a_terminal_notes_and_evaluations_always_come_and_phases_now_and_then():
+    shown, console = display(terminal=False, line_every=5.0)
+    for second in range(0, 12, 2):
+        shown._clock.now = second
+        shown.phase("load actor", f"{second} s")
     shown.start(7)
-    shown.phase("generate")
     shown.note("careful")
     shown.evaluation(0, {"eval/accuracy": 0.25, "reward/mean": 1.0})
-    assert console.export_text().splitlines() == ["starting workers", "careful", "step 0/7  held out: accuracy 0.25"]
+    shown.stop()
+    shown._clock.now = 100.0
+    shown.phase("closing")
+    shown.note("one more")
+    lines = ["load actor 0 s", "load actor 6 s", "careful", "step 0/7  held out: accuracy 0.25", "one more"]
+    assert console.export_text().splitlines() == lines
+
+
+def test_terminal_shows_the_phases_of_the_start():
+    shown, console = display(terminal=True)
+    shown.phase("load actor")
+    shown._clock.now = 61.0
+    shown.stop()
+    shown.phase("closing")
+    assert "load actor 1:01" in console.export_text(clear=False)
+    assert "closing" not in console.export_text()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

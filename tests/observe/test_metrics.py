@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import math
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,25 @@ def test_table_holds_the_contract_of_the_run_directory():
 def test_reference_page_is_generated_from_the_table():
     page = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
     assert page.read_text() == metrics_reference(), "run `make docs`"
+
+
+def recorded_names():
+    """Every name given to a `Metrics` in the source; what a program fills in reads `<any>`."""
+    for path in sorted((Path(__file__).parents[2] / "src" / "rolemesh").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            if node.func.attr in ("mean", "sum", "max", "min", "last") and "metrics" in ast.unparse(node.func.value):
+                name = node.args[0]
+                parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+                yield path.name, "".join(part.value if isinstance(part, ast.Constant) else "<any>" for part in parts)
+
+
+def test_every_recorded_metric_is_in_the_table():
+    shapes = [re.sub(r"<\w+>", "<any>", name) for name in METRICS]
+
+    def is_known(name):
+        pattern = "(<any>|[^/]+)".join(map(re.escape, name.split("<any>")))
+        return any(re.fullmatch(pattern, shape) for shape in shapes)
+
+    assert [(file, name) for file, name in recorded_names() if not is_known(name)] == []

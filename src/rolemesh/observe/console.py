@@ -38,12 +38,14 @@ class TrainingDisplay:
     def __init__(
         self, title: str, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic, line_every: float = 5.0
     ) -> None:
-        """`line_every`: least seconds between two lines when the output is no terminal; notes and evaluations always come out."""
+        """`line_every`: least seconds between lines on steps and phases when the output is no terminal; notes, evaluations and
+        the last step always come out."""
         self._title = title
         self._console = console or Console()
         self._clock = clock
         self._line_every = line_every
         self._live: Live | None = None
+        self._stopped = False
         self._total = 0
         self._done = 0
         self._phase = ("starting", "")
@@ -64,19 +66,18 @@ class TrainingDisplay:
         self._total, self._done = total, first
         for row in history:
             self._remember(int(row.get("step", 0)), row)
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2)
-            self._live.start()
-        elif first:
+        self._draw()
+        if self._live is None and first:
             self._line(f"resumed after step {first} of {total}")
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Say what is being done now, and how far it is (`detail`, free text)."""
+        """Say what is being done now, and how far it is (`detail`, free text). The time shown runs while the name stays the same."""
+        self._draw()
         if name != self._phase[0]:
             self._phase_since = self._clock()
-            if self._live is None and self._total == 0:
-                self._line(name)  # before the first step a phase can last, and there is nothing else to see
         self._phase = (name, detail)
+        if self._live is None and self._line_due():
+            self._line(f"{name} {detail}".rstrip())
 
     def step(self, step: int, values: Row) -> None:
         """Show a finished step; `values` is its row of metrics."""
@@ -84,9 +85,7 @@ class TrainingDisplay:
         self._row = values
         self._measure_pace(step)
         self._remember(step, values)
-        due = self._clock() - self._last_line >= self._line_every
-        if self._live is None and (due or step == self._total):
-            self._last_line = self._clock()
+        if self._live is None and (step == self._total or self._line_due()):
             self._line(_step_line(step, self._total, values))
 
     def evaluation(self, step: int, values: Row) -> None:
@@ -103,6 +102,7 @@ class TrainingDisplay:
 
     def stop(self) -> None:
         """End the live display and leave its last state on the screen. Calling it again does nothing."""
+        self._stopped = True
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -117,6 +117,19 @@ class TrainingDisplay:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _draw(self) -> None:
+        """Begin to draw, if there is a terminal to draw on and the display was not stopped."""
+        if self._live is None and self._console.is_terminal and not self._stopped:
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2)
+            self._live.start()
+
+    def _line_due(self) -> bool:
+        """True every few seconds, until the display is stopped."""
+        due = not self._stopped and self._clock() - self._last_line >= self._line_every
+        if due:
+            self._last_line = self._clock()
+        return due
 
     def _measure_pace(self, step: int) -> None:
         """Mean time of a step since the first one ended: the first waits for processes to warm up."""
