@@ -1,0 +1,208 @@
+"""Problems from `.jsonl` and `.parquet` files, checked row by row before anything starts. Called by `data.sources`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rolemesh.data.sources import Problem
+from rolemesh.errors import ConfigError
+from rolemesh.errors import Problem as Wrong
+from rolemesh.registry import nearest
+
+SOURCE_KEY: Final = "source"
+"""Column that names the data source of a row; without it the file's stem does."""
+
+Row = dict[str, Any]
+
+
+class _Rows(Protocol):
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Row]: ...
+    def row(self, index: int) -> Row: ...
+
+
+class FileSource:
+    """The rows of one file. Columns other than prompt, answer and source go into `Problem.task`.
+
+    Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those there are), and for rows whose
+    prompt, answer or source cannot be used, counted by reason.
+    """
+
+    generated: ClassVar[bool] = False
+
+    def __init__(self, path: Path, *, prompt_key: str, answer_key: str, subject: str) -> None:
+        if not path.is_file():
+            raise ConfigError.one(subject, "the file must exist", f"no file {path}", f"Paths are relative to {Path.cwd()}")
+        self.name = path.stem
+        self._prompt_key, self._answer_key = prompt_key, answer_key
+        self._rows: _Rows = _JsonLines(path, subject) if path.suffix == ".jsonl" else _Parquet(path, subject)
+        if not len(self._rows):
+            raise ConfigError.one(subject, "must hold at least one problem", f"no rows in {path}")
+        self._check_columns(path, subject)
+        self._summary = self._check_rows(path, subject)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._fingerprint = hashlib.sha256(f"{digest} {prompt_key} {answer_key}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def problem(self, index: int) -> Problem:
+        row = self._rows.row(index)
+        prompt, answer = row.pop(self._prompt_key), _answer(row.pop(self._answer_key, None))
+        source = row.pop(SOURCE_KEY, self.name)
+        return Problem(prompt=prompt, answer=answer, task=row, source=source)
+
+    def fingerprint(self) -> str:
+        """Covers the bytes of the file and the keys, not its path."""
+        return self._fingerprint
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        return self._summary
+
+    def _check_columns(self, path: Path, subject: str) -> None:
+        problems = []
+        for option, key in (("data.prompt_key", self._prompt_key), ("data.answer_key", self._answer_key)):
+            if key not in self._rows.columns:
+                hint = nearest(key, self._rows.columns)
+                guess = f"Did you mean {hint}? " if hint else ""
+                remedy = f"{guess}Set {option} to one of them"
+                if option == "data.answer_key":
+                    remedy += "; problems without a reference answer need the column with nulls in it"
+                found = f"columns {', '.join(self._rows.columns)}"
+                problems.append(Wrong(subject=option, need=f"{subject} ({path}) must have the column {key!r}", free=found, remedy=remedy))
+        if problems:
+            raise ConfigError(problems=problems)
+
+    def _check_rows(self, path: Path, subject: str) -> dict[str, dict[str, int]]:
+        """Look at every row once. Returns `summary()`."""
+        bad: Counter[str] = Counter()
+        first: dict[str, int] = {}
+        summary: dict[str, Counter[str]] = defaultdict(Counter)
+        for number, row in enumerate(self._rows):
+            for reason in self._complaints(row):
+                bad[reason] += 1
+                first.setdefault(reason, number)
+            source = row.get(SOURCE_KEY, self.name)
+            counts = summary[str(source)]
+            counts["rows"] += 1
+            counts["answer"] += _answer(row.get(self._answer_key)) is not None
+            counts.update(f"task.{key}" for key in row if key not in self._own_keys and row[key] is not None)
+        if bad:
+            listed = ", ".join(f"{count} with {reason} (first: row {first[reason]})" for reason, count in bad.most_common())
+            remedy = "Rows are counted from 0. Repair or remove them: none is dropped without being asked to"
+            raise ConfigError.one(subject, f"every row of {path} must be usable", f"{len(self)} rows, of these {listed}", remedy)
+        return {source: dict(counts) for source, counts in summary.items()}
+
+    @property
+    def _own_keys(self) -> tuple[str, ...]:
+        return self._prompt_key, self._answer_key, SOURCE_KEY
+
+    def _complaints(self, row: Row) -> Iterator[str]:
+        prompt, answer, source = row.get(self._prompt_key), row.get(self._answer_key), row.get(SOURCE_KEY, self.name)
+        if prompt is None:
+            yield "a null prompt"
+        elif isinstance(prompt, str):
+            if not prompt.strip():
+                yield "an empty prompt"
+        elif not _is_chat(prompt):
+            yield "a prompt that is neither text nor chat messages"
+        if not isinstance(answer, str | int | float | None) or isinstance(answer, bool):
+            yield "an answer that is neither text nor a number"
+        if not isinstance(source, str) or not source:
+            yield f"an empty {SOURCE_KEY}"
+
+
+def _answer(value: str | float | None) -> str | None:
+    """Numbers as text. NaN is what a missing value becomes when tables are joined, so it means none."""
+    missing = value is None or value != value
+    return None if missing else str(value)
+
+
+def _is_chat(prompt: Any) -> bool:
+    """A non-empty list of messages, each with the texts `role` and `content`."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content")) for message in prompt)
+
+
+class _JsonLines:
+    """One JSON object a line; blank lines are skipped. Lines are kept as bytes and parsed when asked for."""
+
+    def __init__(self, path: Path, subject: str) -> None:
+        numbered = [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1) if line.strip()]
+        self._lines = [line for _, line in numbered]
+        columns: dict[str, None] = {}
+        broken: list[tuple[int, str]] = []
+        for number, line in numbered:
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                broken.append((number, str(error)))
+                continue
+            if isinstance(row, dict):
+                columns.update(dict.fromkeys(row))
+            else:
+                broken.append((number, f"a JSON {type(row).__name__}"))
+        if broken:
+            number, found = broken[0]
+            raise ConfigError.one(
+                subject, f"every line of {path} must be a JSON object", f"{len(broken)} that are not, first line {number}: {found}"
+            )
+        self.columns = tuple(columns)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self.row(index) for index in range(len(self)))
+
+    def row(self, index: int) -> Row:
+        return dict(json.loads(self._lines[index]))
+
+
+class _Parquet:
+    """A Parquet file as one Arrow table in memory."""
+
+    def __init__(self, path: Path, subject: str) -> None:
+        try:
+            with pq.ParquetFile(path, memory_map=True) as file:
+                self._table = file.read()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError.one(subject, f"{path} must be a Parquet file", str(error)) from error
+        self.columns = tuple(self._table.column_names)
+        unfit = [f"{field.name} ({field.type})" for field in self._table.schema if not _is_plain(field.type)]
+        if unfit:
+            need = f"columns of {path} must hold text, numbers, booleans, lists or structs"
+            raise ConfigError.one(subject, need, ", ".join(unfit), "Convert these columns to text or take them out")
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        for chunk in self._table.to_batches(max_chunksize=4096):
+            yield from chunk.to_pylist()
+
+    def row(self, index: int) -> Row:
+        return {name: self._table.column(name)[index].as_py() for name in self.columns}
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """True for Arrow types whose values JSON can hold."""
+    types = pa.types
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_plain(kind.value_type)
+    if types.is_struct(kind):
+        return all(_is_plain(kind.field(place).type) for place in range(kind.num_fields))
+    tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean, types.is_null)
+    return any(test(kind) for test in tests)
