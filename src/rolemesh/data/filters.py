@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -25,8 +25,11 @@ TEMPLATE_MARK: Final = "{prompt}"
 
 
 @dataclass(slots=True, kw_only=True)
-class PromptReport:
-    """What became of the problems of a source. `str(report)` is the line to print."""
+class PromptReport(Mapping[str, int]):
+    """What became of the problems of a source. `str(report)` is the line to print.
+
+    As a mapping: the number `kept` and the numbers removed by reason.
+    """
 
     source: str
     problems: int
@@ -45,6 +48,15 @@ class PromptReport:
     def checked(self) -> int:
         """Problems looked at so far; all of them, except for generated tasks, which are looked at as they are drawn."""
         return self.kept + self.unused + self.removed.total()
+
+    def __getitem__(self, key: str) -> int:
+        return {"kept": self.kept, **self.removed}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("kept", *self.removed))
+
+    def __len__(self) -> int:
+        return 1 + len(self.removed)
 
     def __str__(self) -> str:
         seen = f"{self.checked} of {self.problems}" if self.checked < self.problems else f"{self.problems}"

@@ -11,11 +11,12 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config, DataConfig
 from rolemesh.data.filters import DUPLICATE, OVERLONG, Look, PromptFilter, PromptReport, Tokenizer, prompt_batch
 from rolemesh.data.prompts import CHECKED_UP_FRONT, PromptStream
+from rolemesh.data.sft import refuse_unanswered
 from rolemesh.data.sources import ProblemSource, derive_seed, open_source
 from rolemesh.errors import ConfigError
 
 LARGEST_SHARE: Final = 0.2
-"""Part of the training prompts that a held-out set made from the same task may take away."""
+"""Part of the training prompts that a held-out set of the same file or task may take away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class EvalSet:
     name: str
     prompts: Batch
     keys: frozenset[str]
-    """Keys of all held-out problems, which training must not see; with files also of those beyond `data.eval_size`."""
+    """Keys of the problems that training must not see: those of `prompts`, and all others of `data.eval`."""
     report: PromptReport
 
     def __len__(self) -> int:
@@ -36,34 +37,46 @@ class EvalSet:
         return self.prompts
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptStream, EvalSet | None]:
+def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptStream, EvalSet]:
     """Training prompts, and held-out ones that share no prompt with them.
 
-    Held-out prompts come from `data.eval`; without it, from the training task with another seed, and then they take at most a fifth of
-    the distinct prompts, for tasks that have few. A training file without `data.eval` has none (None). Raises ConfigError.
+    Held-out prompts come from `data.eval`. Without it they come from a generated training task by another seed, or are set aside from
+    the rows of a training file; then they take at most a fifth of the training prompts. Raises ConfigError.
     """
+    train, held_out = _open_both(config, tokenizer)
+    return PromptStream(config.data, train, tokenizer, derive_seed(config.seed, "order"), held_out.keys), held_out
+
+
+def open_sft_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
+    """The training prompts in another order, for supervised batches. Its draw numbers are its own. Raises ConfigError."""
+    train, held_out = _open_both(config, tokenizer)
+    refuse_unanswered(train.summary())
+    return PromptStream(config.data, train, tokenizer, derive_seed(config.seed, "sft order"), held_out.keys)
+
+
+def _open_both(config: Config, tokenizer: Tokenizer) -> tuple[ProblemSource, EvalSet]:
     data = config.data
     train = open_source(data.train, data, subject="data.train", size=data.size, seed=derive_seed(config.seed, "train"))
-    held_out = _open_held_out(config, train, tokenizer)
-    exclude = held_out.keys if held_out else frozenset()
-    return PromptStream(data, train, tokenizer, derive_seed(config.seed, "order"), exclude), held_out
+    if data.eval is None and not train.generated:
+        source = train
+    else:
+        seed = derive_seed(config.seed, "eval")
+        source = open_source(data.eval or data.train, data, subject="data.eval", size=data.eval_size, seed=seed)
+    return train, _hold_out(config, source, train, tokenizer)
 
 
-def _open_held_out(config: Config, train: ProblemSource, tokenizer: Tokenizer) -> EvalSet | None:
-    data, own = config.data, config.data.eval is not None
-    if not own and not train.generated:
-        return None
-    source = open_source(data.eval or data.train, data, subject="data.eval", size=data.eval_size, seed=derive_seed(config.seed, "eval"))
+def _hold_out(config: Config, source: ProblemSource, train: ProblemSource, tokenizer: Tokenizer) -> EvalSet:
+    data = config.data
     report = PromptReport(source=f"data.eval {source.name}", problems=len(source))
     looks = _look_through(data, source, tokenizer, report)
     kept = [look for look in looks if look.reason is None]
     if not kept:
         raise ConfigError.one("data.eval", "at least one prompt must be left", str(report), "Change the limits of the data section")
-    size = data.eval_size if own else _affordable(train, kept)
-    chosen = np.random.default_rng(derive_seed(config.seed, "eval order")).permutation(len(kept))[:size]
+    affordable = len(kept) if data.eval is not None else _affordable(train, kept)
+    chosen = np.random.default_rng(derive_seed(config.seed, "eval order")).permutation(len(kept))[: min(data.eval_size, affordable)]
     used = [kept[index] for index in sorted(chosen)]
     report.kept, report.unused, report.cut = len(used), len(kept) - len(used), sum(look.cut for look in used)
-    keys = frozenset(look.problem.key for look in (looks if own else used))
+    keys = frozenset(look.problem.key for look in (used if data.eval is None else looks))
     return EvalSet(name=source.name, prompts=prompt_batch(used, list(range(len(used)))), keys=keys, report=report)
 
 
@@ -88,7 +101,7 @@ def _look_through(data: DataConfig, source: ProblemSource, tokenizer: Tokenizer,
 def _affordable(train: ProblemSource, kept: list[Look]) -> int:
     """How many of `kept` may be held out: all, or fewer where they would take more than `LARGEST_SHARE` of the training prompts.
 
-    One-digit sums, for example, are only 200: 256 draws hold 145 different ones, which would leave 55 to learn from.
+    A file that gives both is one such case. One-digit sums, for example, are only 200: 256 draws hold 145 different ones, which would leave 55 to learn from.
     """
     keys = {look.problem.key for look in kept}
     seen = [train.problem(index).key in keys for index in range(min(CHECKED_UP_FRONT, len(train)))]

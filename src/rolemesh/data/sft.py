@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rolemesh.batch import Batch
@@ -37,15 +39,24 @@ def _answered(batch: Batch, tokenizer: Tokenizer, limit: int) -> tuple[Batch, li
     responses: list[list[int]] = []
     for row, answer in enumerate(batch.scalars("answer")):
         if answer is None:
-            raise ConfigError.one(
-                "sft",
-                "every problem must have a reference answer to learn from",
-                f"draw {batch.ids[row][0]} of source {batch.scalars('source')[row]!r} has none",
-                "Leave the sft section out, or use data with answers",
-            )
+            raise _unanswered(f"draw {batch.ids[row][0]} of source {batch.scalars('source')[row]!r} has none")
         responses.append([*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
     fitting = [row for row, response in enumerate(responses) if len(response) <= limit]
     return batch.select(["source", "prompt_ids"]).with_columns({"response_ids": responses}), fitting
+
+
+def refuse_unanswered(summary: Mapping[str, Mapping[str, int]]) -> None:
+    """Raise ConfigError when a source (`ProblemSource.summary`) has problems without an answer."""
+    lacking = {source: counts["rows"] - counts["answer"] for source, counts in summary.items()}
+    if any(lacking.values()):
+        listed = ", ".join(f"{count} of {summary[source]['rows']} in source {source!r}" for source, count in lacking.items() if count)
+        raise _unanswered(f"problems without one: {listed}")
+
+
+def _unanswered(found: str) -> ConfigError:
+    return ConfigError.one(
+        "sft", "every problem must have a reference answer to learn from", found, "Leave the sft section out, or use data with answers"
+    )
 
 
 def _none_fits(stream: PromptStream, limit: int) -> ConfigError:
