@@ -1,5 +1,7 @@
 from collections.abc import Iterator
 
+from pathlib import Path
+
 import pytest
 
 from rolemesh.runtime import Backend, LocalBackend, create_backend
@@ -7,7 +9,7 @@ from rolemesh.runtime import Backend, LocalBackend, create_backend
 
 @pytest.fixture(scope="session")
 def ray_backend() -> Iterator[Backend]:
-    backend = create_backend("ray", num_cpus=8, object_store_bytes=400_000_000)
+    backend = create_backend("ray", num_cpus=8, object_store_bytes=400_000_000, pythonpath=[str(Path(__file__).parent)])
     backend.start()
     yield backend
     backend.stop()

@@ -22,10 +22,22 @@ def needs(backend: Backend, *capabilities: str) -> None:
         pytest.skip(f"{backend.name} lacks {', '.join(sorted(lacking))}")
 
 
+SHARED: dict[str, Pool] = {}
+"""Processes that tests share, by backend: starting them is what takes the time."""
+
+
+async def shared_pool(backend: Backend) -> Pool:
+    if backend.name not in SHARED:
+        SHARED[backend.name] = await Pool.of_slots(backend, "shared", [4], cpus=0.25)
+        await SHARED[backend.name].create(deadline=60)
+    return SHARED[backend.name]
+
+
 @asynccontextmanager
-async def a_pool(backend: Backend, slots: int, cpus: float = 0.5) -> AsyncIterator[Pool]:
-    pool = await Pool.of_slots(backend, f"pool{time.monotonic_ns()}", [slots], cpus=cpus)
-    await pool.create(deadline=20)
+async def a_pool(backend: Backend, slots: int) -> AsyncIterator[Pool]:
+    """A pool of its own, for tests that kill processes."""
+    pool = await Pool.of_slots(backend, f"pool{time.monotonic_ns()}", [slots], cpus=0.25)
+    await pool.create(deadline=60)
     try:
         yield pool
     finally:
@@ -33,12 +45,13 @@ async def a_pool(backend: Backend, slots: int, cpus: float = 0.5) -> AsyncIterat
 
 
 @asynccontextmanager
-async def a_group(backend: Backend, worker_class: type, workers: int, **settings: object) -> AsyncIterator[WorkerGroup]:
-    async with a_pool(backend, workers) as pool:
-        group = WorkerGroup("group", worker_class, pool, range(workers), **settings)
-        await group.create(deadline=60)
-        await group.init()
-        yield group
+async def a_group(
+    backend: Backend, worker_class: type, workers: int, *, pool: Pool | None = None, **settings: object
+) -> AsyncIterator[WorkerGroup]:
+    group = WorkerGroup(f"group{time.monotonic_ns()}", worker_class, pool or await shared_pool(backend), range(workers), **settings)
+    await group.create(deadline=120)
+    await group.init()
+    yield group
 
 
 def stored(backend: Backend, rows: int) -> BatchRef:
@@ -62,7 +75,7 @@ def test_ranks_and_environment(backend: Backend) -> None:
             assert {answer["WORLD_SIZE"] for answer in seen} == {"2"}
             assert [answer["LOCAL_RANK"] for answer in seen] == ["0", "1"]
             assert {answer["LOCAL_WORLD_SIZE"] for answer in seen} == {"2"}
-            assert {answer["GROUP_NAME"] for answer in seen} == {"group"}
+            assert {answer["GROUP_NAME"] for answer in seen} == {group.name}
             distinct = len({answer["pid"] for answer in seen})
             assert distinct == (1 if "processes" in backend.lacks else 2)
 
@@ -125,7 +138,7 @@ def test_an_error_keeps_its_type_message_and_place(backend: Backend) -> None:
             with pytest.raises(WorkerError) as caught:
                 await group.fail_on(1)
             assert caught.value.original_type == "ValueError"
-            assert "group rank 1" in str(caught.value)
+            assert f"{group.name} rank 1" in str(caught.value)
             assert "rank 1 does not like this" in str(caught.value).splitlines()[0]
             assert "runtime_workers.py" in caught.value.original_traceback
             with pytest.raises(WorkerError, match="response_length is missing"):
@@ -209,11 +222,12 @@ def test_the_control_thread_answers_while_a_call_computes(backend: Backend) -> N
             busy = asyncio.ensure_future(group.sleep(3))
             await asyncio.sleep(1)
             (report,) = await group.reports(stack=True)
-            assert (report.state, report.call) == ("computing", "group.sleep")
+            assert (report.state, report.call) == ("computing", f"{group.name}.sleep")
             assert "time.sleep(seconds)" in report.stack
             await busy
             (report,) = await group.reports()
             assert report.state == "idle"
+            assert group.name in report.workers
 
     backend.run(main())
 
@@ -224,8 +238,8 @@ def test_B12_a_late_call_ends_with_who_what_and_where_it_hangs(backend: Backend)
     async def main() -> None:
         async with a_group(backend, Adder, 2) as group:
             with pytest.raises(DeadlineExceeded) as caught:
-                await group.call("sleep", 30, ranks=(1,), deadline=1)
-            assert "group.sleep() on rank 1" in str(caught.value)
+                await group.call("sleep", 4, ranks=(1,), deadline=1)
+            assert f"{group.name}.sleep() on rank 1" in str(caught.value)
             assert "time.sleep(seconds)" in str(caught.value)
 
     backend.run(main())
@@ -283,12 +297,13 @@ def test_B04_four_ranks_lose_one_and_form_again(backend: Backend, how: int) -> N
     needs(backend, "communicators", "processes")
 
     async def main() -> None:
-        async with a_group(backend, Summer, 4, deadlines=Deadlines(join=30, call=120)) as group:
+        deadlines = Deadlines(join=60, call=120)
+        async with a_pool(backend, 4) as pool, a_group(backend, Summer, 4, pool=pool, deadlines=deadlines) as group:
             before = await group.pid()
             generation = group.generation
             started = backend.time()
             if how == signal.SIGKILL:
-                with pytest.raises(WorkerDied, match="group rank 2"):
+                with pytest.raises(WorkerDied, match="rank 2"):
                     await group.step(1.0, 2, how)
             else:
                 with pytest.raises(DeadlineExceeded, match="rank 2"):

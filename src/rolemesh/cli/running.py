@@ -45,7 +45,7 @@ def train(arguments: list[str], resume: str | None) -> None:
     _prepare_process()
     from rolemesh.training.launch import run_training
 
-    run_training(config, TrainingDisplay(), resume=directory)
+    run_training(config, TrainingDisplay(config.name), resume=directory)
 
 
 def _find(run: str, runs_dir: Path = Path("runs")) -> RunDirectory:
@@ -60,7 +60,7 @@ def sft(arguments: list[str]) -> None:
     _prepare_process()
     from rolemesh.training.tasks import run_sft
 
-    folder = run_sft(config, TrainingDisplay())
+    folder = run_sft(config, TrainingDisplay(config.name))
     typer.echo(f"The model is in {folder}. Train on from it with model.path={folder}")
 
 

@@ -11,7 +11,7 @@ import torch
 from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
-from rolemesh.engines.train import OptimizerSettings, TrainEngine, sft_loss
+from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.models import load_model, load_tokenizer, save_model
 from rolemesh.observe import Metrics
 from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, WorkerContext, register
@@ -60,11 +60,13 @@ class ActorWorker(Worker):
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder or from the seed."""
         torch.set_num_threads(1)
-        self.engine = self._make_engine(self._policy_optimizer())
-
-    def _make_engine(self, optimizer: OptimizerSettings) -> TrainEngine:
-        model = load_model(self.config.model, seed=self.config.seed)
-        return TrainEngine(model, optimizer=optimizer, micro_batch_tokens=self.config.trainer.micro_batch_tokens)
+        config = self.config.model
+        self.engine = TrainEngine(
+            load_model(config.model_copy(update={"dtype": "float32"}), seed=self.config.seed),  # master weights; products in model.dtype
+            optimizer=self._policy_optimizer(),
+            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
+            compute_dtype=getattr(torch, config.dtype),
+        )
 
     def _policy_optimizer(self) -> OptimizerSettings:
         trainer = self.config.trainer
@@ -79,7 +81,9 @@ class ActorWorker(Worker):
         )
 
     def joined(self) -> None:
-        self.engine.process_group = self.communicator.group if self.communicator is not None else None
+        assert self.communicator is not None
+        self.engine.process_group = self.communicator.group
+        self.engine.check_replicas()
 
     def leave(self) -> None:
         if hasattr(self, "engine"):
@@ -89,11 +93,11 @@ class ActorWorker(Worker):
     # -- policy ---------------------------------------------------------------------------------------------------------------
 
     @register(dispatch=BY_MINIBATCH, reads=TRAIN_COLUMNS, mutates=True)
-    def update(self, batch: Batch, *, count: int, temperature: float) -> None:
+    def update(self, batch: Batch, *, count: int, temperature: float) -> int:
         """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
 
         Rows are taken in id order. Before the first weight change, `policy/ratio_first_minibatch_max_deviation` is the largest
-        |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine.
+        |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine. Returns the optimizer steps done so far.
         """
         batch = batch.sort_by_id()
         member = batch.scalars("minibatch")
@@ -102,7 +106,9 @@ class ActorWorker(Worker):
                 rows = batch.take(np.flatnonzero(member == number))
                 first = epoch == 0 and number == 0
                 with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
-                    self.engine.update(rows, self._first_loss if first else self.algorithm.loss, temperature=temperature, metrics=self.metrics)
+                    loss = self._first_loss if first else self.algorithm.loss
+                    self.engine.update(rows, loss, temperature=temperature, metrics=self.metrics)
+        return self.engine.step
 
     def _first_loss(self, tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
         kept = tokens.weights != 0
@@ -131,7 +137,7 @@ class ActorWorker(Worker):
     @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "token_weight"), mutates=True)
     def sft_update(self, batch: Batch) -> None:
         """One optimizer step of cross-entropy on the response tokens."""
-        self.engine.update(batch.sort_by_id(), sft_loss, temperature=1.0, metrics=self.metrics)
+        self.engine.sft_update(batch, self.metrics)
 
     @register(dispatch="all", mutates=True)
     def end_sft(self) -> None:
@@ -155,6 +161,7 @@ class ActorWorker(Worker):
     def restore(self, folder: str) -> None:
         """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
         self.engine.load_state(torch.load(Path(folder) / STATE_FILE, weights_only=True))
+        self.engine.check_replicas()
 
     @register(dispatch="rank_zero")
     def state_digest(self) -> dict[str, float]:

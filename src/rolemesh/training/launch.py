@@ -16,7 +16,7 @@ from rolemesh.config import dump_config
 from rolemesh.config.schema import Config
 from rolemesh.data import PromptStream, open_sft_prompts
 from rolemesh.errors import WorkerError
-from rolemesh.observe import RunDirectory, write_json, write_text
+from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
 from rolemesh.plan import local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.training import checkpoint, phases
@@ -64,7 +64,9 @@ async def _train(prepared: Prepared, directory: RunDirectory, backend: Backend, 
     began = time.time()
     async with open_run(prepared, directory, backend, display, resume=resume) as run:
         _stop_at_step_end_on_signals(run)
-        display.start(run.config.trainer.steps, run.progress.step)
+        display.start(run.config.trainer.steps, run.progress.step, read_json_lines(directory.metrics))
+        for report in (run.prompts.report, run.eval_set.report):
+            run.recorder.display.note(str(report))
         await train(run)
         if run.interrupted:
             await phases.save(run)
@@ -161,7 +163,7 @@ async def _resume(run: TrainingRun) -> None:
     dropped = run.directory.truncate_metrics(run.progress.step)
     run.recorder.step = run.progress.step
     names = f"; skipped incomplete {', '.join(path.name for path in skipped)}" if skipped else ""
-    text = f"resumed at step {run.progress.step} from {folder}; {dropped} later rows of metrics dropped{names}; {run.prompts.describe()}"
+    text = f"resumed at step {run.progress.step} from {folder}; {dropped} later rows of metrics dropped{names}; next prompt is number {state['prompts']['draws']} of the run"
     run.recorder.events.write("prepare", str(folder), "resumed", step=run.progress.step, message=text)
     run.recorder.display.note(text)
 
@@ -207,5 +209,5 @@ def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:
         "eval/accuracy/last": run.progress.last_accuracy,
         "seconds": seconds,
         "checkpoint": str(run.directory.checkpoint(run.progress.step)),
-        "data": dict(run.prompts.report),
+        "data": str(run.prompts.report),
     }

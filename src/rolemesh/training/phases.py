@@ -118,7 +118,7 @@ async def record(run: TrainingRun, batch: BatchRef) -> None:
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
         await run.session.groups["reward"].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
-    run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report)
+    run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed)
 
 
 async def evaluate(run: TrainingRun) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, cast
@@ -20,8 +20,8 @@ from rolemesh.runtime import CallRecord
 class Display(Protocol):
     """What the terminal shows of a run; `observe.console.TrainingDisplay` is the real one."""
 
-    def start(self, total: int, first: int) -> None: ...
-    def phase(self, name: str) -> None: ...
+    def start(self, total: int, first: int = 0, history: Iterable[Mapping[str, MetricValue]] = ()) -> None: ...
+    def phase(self, name: str, detail: str = "") -> None: ...
     def step(self, step: int, values: Mapping[str, MetricValue]) -> None: ...
     def evaluation(self, step: int, values: Mapping[str, MetricValue]) -> None: ...
     def note(self, text: str) -> None: ...
@@ -43,6 +43,7 @@ class Recorder:
         self._times: dict[str, float] = defaultdict(float)
         self._began = 0.0
         self._skipped = False
+        self._total = 1
 
     # -- what happens ---------------------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ class Recorder:
     def announce(self, stage: str, subject: str, kind: str) -> None:
         """Something of the start or the end, for the event log and the display."""
         self.events.write(cast(Stage, stage), subject, kind)
-        self.display.phase(f"{stage} {subject}: {kind}")
+        self.display.phase(stage, f"{subject}: {kind}")
 
     def note(self, text: str) -> None:
         """A warning that the user should see."""
@@ -101,7 +102,7 @@ class Recorder:
         slowest = max(self._times, key=lambda call: self._times[call])
         role, _, call = slowest.partition("/")
         row |= {f"time/{call}": spent for call, spent in self._times.items()}
-        row |= {f"data/removed/{reason}": count for reason, count in removed.items() if reason != "kept"}
+        row |= {f"data/removed/{reason}": count for reason, count in removed.items()}
         row |= {
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds,
@@ -136,7 +137,7 @@ class Recorder:
         """One supervised step is done: a row of its own, without reward."""
         row: dict[str, MetricValue] = dict(self.metrics.reduce()) | {"sft/step": step, "time/step": time.perf_counter() - self._began}
         self._write(self.step, row)
-        self.display.phase(f"sft {step}/{self._total} loss {row.get('sft/loss', float('nan')):.3f}")
+        self.display.phase("sft", f"{step}/{self._total} loss {row.get('sft/loss', float('nan')):.3f}")
         self._begin()
 
     def evaluation(self, step: int, values: Mapping[str, MetricValue]) -> None:
