@@ -68,13 +68,13 @@ def test_terminal_shows_curve_times_evaluations_and_notes():
 
 def test_without_a_terminal_lines_come_at_most_every_few_seconds_but_the_last_step_always():
     shown, console = display(terminal=False, line_every=5.0)
-    shown.start(7)
-    for step in range(1, 8):
+    shown.start(8)
+    for step in range(1, 9):
         shown.step(step, row(step / 10))
-        shown._clock.now += 2.0  # steps end at 0, 2, 4, 6, ... 12 s; lines come at 0, 6 and 12 s
+        shown._clock.now += 2.0  # steps end at 0, 2, 4, ... 14 s; lines come at 0, 6 and 12 s, and for the last step
     lines = console.export_text().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 1/7", "step 4/7", "step 7/7"]
-    assert lines[0] == "step 1/7  reward 0.100  ± 0.250  2.00 s  4,321 tokens/s"
+    assert [line.split("  ")[0] for line in lines] == ["step 1/8", "step 4/8", "step 7/8", "step 8/8"]
+    assert lines[0] == "step 1/8  reward 0.100  ± 0.250  2.00 s  4,321 tokens/s"
 
 
 def test_without_a_terminal_notes_and_evaluations_always_come_and_phases_now_and_then():
@@ -131,6 +131,8 @@ def test_bar_and_plot():
     assert sparkline([], 10) == ""
     # Two rows have 16 eighths: the lowest value takes 1 of them, the highest all.
     assert plot([0, 1], 3, 2) == [" █ ", "▁█ "]
+    # Half way is 7.5 of 15 steps, rounded to the even 8: 9 eighths, a full block and one eighth.
+    assert plot([0, 0.5, 1], 3, 2) == [" ▁█", "▁██"]
     assert plot([], 2, 2) == ["  ", "  "]
     assert plot([5, 5], 2, 1) == ["▄▄"]
     assert plot([float("nan"), 0, 1], 2, 1) == ["▁█"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -33,6 +34,15 @@ def test_runs_started_in_the_same_second_get_their_own_directory(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: RunDirectory.create(tmp_path, "demo"), range(64)))
     assert len({run.path for run in runs}) == 64
+
+
+def test_an_id_that_is_taken_is_drawn_again(tmp_path, monkeypatch):
+    drawn = iter(["aaaa", "aaaa", "aaaa", "bbbb"])
+    monkeypatch.setattr("rolemesh.observe.run_dir.secrets.token_hex", lambda size: next(drawn))
+    monkeypatch.setattr("rolemesh.observe.run_dir.time.gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0)))
+    monkeypatch.setattr("rolemesh.observe.run_dir.write_json", lambda path, value: None)
+    names = [RunDirectory.create(tmp_path, "demo").name for _ in range(2)]
+    assert names == ["demo-20260102-030405-aaaa", "demo-20260102-030405-bbbb"]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x"])
