@@ -48,7 +48,7 @@ def plan(arguments: list[str], nodes: str | None, *, as_json: bool) -> int:
 def status(run: str | None, runs_dir: Path, *, as_json: bool) -> None:
     """Print what a run said last of itself."""
     directory = find_run(runs_dir, run)
-    found = {"run": directory.name, "state": "unknown", "step": 0, "workers": []} | directory.read_status()
+    found: dict[str, Any] = {"run": directory.name, "state": "unknown", "step": 0, "workers": []} | directory.read_status()
     if found["state"] == "running" and not psutil.pid_exists(int(found["pid"])):
         found |= {"state": "dead", "workers": []}
     if as_json:
@@ -71,7 +71,10 @@ def _show_status(found: dict[str, Any], console: Console) -> None:
 
 def init(folder: Path) -> None:
     """Write `recipe.yaml` and `rewards.py`; refuses to overwrite."""
-    files = {"recipe.yaml": resources.files("rolemesh").joinpath("recipes/demo.yaml").read_text(encoding="utf-8"), "rewards.py": REWARD_EXAMPLE}
+    files = {
+        "recipe.yaml": resources.files("rolemesh").joinpath("recipes/demo.yaml").read_text(encoding="utf-8"),
+        "rewards.py": REWARD_EXAMPLE,
+    }
     present = [name for name in files if (folder / name).exists()]
     if present:
         raise ConfigError.one("init", f"{folder} must not hold {' or '.join(files)} yet", ", ".join(present), "Name another folder")

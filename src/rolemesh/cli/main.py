@@ -43,7 +43,9 @@ def _top(version: Annotated[bool, typer.Option("--version", callback=_version, i
 @app.command()
 def train(
     arguments: Arguments = None,
-    resume: Annotated[str | None, typer.Option(help="Go on with this run (path, name or its beginning) from its newest checkpoint.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with this run (path, name or its beginning) from its newest checkpoint.")
+    ] = None,
 ) -> None:
     """Train by a recipe (default: the demo). RECIPE is a name or a YAML file, further words are overrides such as trainer.steps=5."""
     running.train(arguments or [], resume)

@@ -155,7 +155,9 @@ class Backend(Protocol):
         """Start an empty host in a bundle of a pool."""
         ...
 
-    async def add_worker(self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float) -> None:
+    async def add_worker(
+        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
+    ) -> None:
         """Make a worker in the process. Raises WorkerError with the original exception."""
         ...
 

@@ -97,10 +97,11 @@ class ActorWorker(Worker):
         """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
 
         Rows are taken in id order. Before the first weight change, `policy/ratio_first_minibatch_max_deviation` is the largest
-        |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine. Returns the optimizer steps done so far.
+        |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine.
+        Returns the optimizer steps done so far.
         """
         batch = batch.sort_by_id()
-        member = batch.scalars("minibatch")
+        member = np.asarray(batch.scalars("minibatch"))
         for epoch in range(self.config.trainer.epochs):
             for number in range(count):
                 rows = batch.take(np.flatnonzero(member == number))
@@ -131,7 +132,9 @@ class ActorWorker(Worker):
         """Use the optimizer of the `sft` section from here on."""
         sft = self.config.sft
         assert sft is not None
-        settings = OptimizerSettings(learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule="linear", schedule_steps=sft.steps)
+        settings = OptimizerSettings(
+            learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule="linear", schedule_steps=sft.steps
+        )
         self.engine.reset_optimizer(settings)
 
     @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "token_weight"), mutates=True)
@@ -167,4 +170,3 @@ class ActorWorker(Worker):
     def state_digest(self) -> dict[str, float]:
         """Checksums of the weights by name, for checks of equality."""
         return {name: float(weight.double().sum()) for name, weight in self.engine.named_weights()}
-

@@ -25,7 +25,7 @@ class RewardWorker(Worker):
     @register(dispatch="data_parallel", reads=READS, writes=("reward", "reward_status"))
     def score(self, batch: Batch) -> Batch:
         """Total reward and status of every row; a row that cannot be scored has no reward, and says why."""
-        scored = self.scorer.score_batch(batch)
+        scored: Batch = self.scorer.score_batch(batch)
         for status in scored.scalars("reward_status"):
             self.metrics.sum(f"reward/status/{status}", 1)
         return scored

@@ -18,7 +18,8 @@ from rolemesh.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +42,14 @@ class Communicator:
     ) -> None:
         import torch
         import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         before = _sockets()
         wait = timedelta(seconds=deadline)
         subject = f"{world_size} ranks at {rendezvous.address}:{rendezvous.port} (generation {rendezvous.generation})"
         try:
-            self._store = store or dist.TCPStore(rendezvous.address, rendezvous.port, world_size, is_master=False, timeout=wait)
-            scoped = dist.PrefixStore(f"generation-{rendezvous.generation}", self._store)
+            self._store = store or TCPStore(rendezvous.address, rendezvous.port, world_size, is_master=False, timeout=wait)
+            scoped = PrefixStore(f"generation-{rendezvous.generation}", self._store)
             scoped.set_timeout(wait)
             self.group: ProcessGroup = _form_gloo(scoped, rank, world_size, rendezvous.address, timeout)
             self.group.allreduce([torch.ones(1)]).wait(wait)  # opens every connection, so that cut() knows them all
@@ -59,11 +61,9 @@ class Communicator:
     @staticmethod
     def open_store(address: str, world_size: int, deadline: float) -> TCPStore:
         """A store on a port that the system picks and this process holds from now on, so nobody can take it in between."""
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
 
-        return dist.TCPStore(
-            address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline), use_libuv=True
-        )
+        return TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline), use_libuv=True)
 
     @property
     def connections(self) -> int:
@@ -84,15 +84,16 @@ class Communicator:
         del self.group, self._store
 
 
-def _form_gloo(store: object, rank: int, world_size: int, address: str, timeout: float) -> ProcessGroup:
+def _form_gloo(store: Store, rank: int, world_size: int, address: str, timeout: float) -> ProcessGroup:
     from torch.distributed import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to give the address and a timeout
     options._timeout = timedelta(seconds=timeout)
     loopback = address.startswith("127.") or address == "::1"
     device = ProcessGroupGloo.create_device(hostname=address) if loopback else ProcessGroupGloo.create_default_device()
     options._devices = [device]
-    return ProcessGroupGloo(store, rank, world_size, options)
+    group: ProcessGroup = ProcessGroupGloo(store, rank, world_size, options)  # type: ignore[assignment]
+    return group
 
 
 def _sockets() -> set[tuple[int, str]]:

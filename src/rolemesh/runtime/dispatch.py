@@ -95,8 +95,7 @@ def split_one_each(topology: Topology, request: Request) -> list[Share | None]:
                 f"{request.method}(): argument {position} must have one entry for each of {topology.world_size} ranks, got {len(values)}"
             )
     return [
-        Share(batch=None, args=tuple(values[rank] for values in request.args), kwargs=request.kwargs)
-        for rank in range(topology.world_size)
+        Share(batch=None, args=tuple(values[rank] for values in request.args), kwargs=request.kwargs) for rank in range(topology.world_size)
     ]
 
 

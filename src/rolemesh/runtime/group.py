@@ -248,9 +248,7 @@ class WorkerGroup:
         for reply in replies:
             metrics.merge(reply.metrics)
         ended = self.pool.backend.time()
-        self.observer(
-            CallRecord(group=self.name, method=method, started=started, ended=ended, replies=tuple(replies), metrics=metrics)
-        )
+        self.observer(CallRecord(group=self.name, method=method, started=started, ended=ended, replies=tuple(replies), metrics=metrics))
 
     # -- waiting and failing --------------------------------------------------------------------------------------------------
 
@@ -314,14 +312,18 @@ class WorkerGroup:
 
     async def _expired(self, late: Sequence[Pending], method: str, deadline: float) -> DeadlineExceeded:
         ranks = [self._rank_of(item.process) for item in late]
-        reports = await asyncio.gather(*(self._control(self._members[rank], "report", stack=True) for rank in ranks), return_exceptions=True)
+        reports = await asyncio.gather(
+            *(self._control(self._members[rank], "report", stack=True) for rank in ranks), return_exceptions=True
+        )
         told = "; ".join(f"rank {rank}: {_tell(report)}" for rank, report in zip(ranks, reports, strict=True))
         subject = f"{self.name}.{method}() on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         return DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=told)
 
     async def reports(self, *, stack: bool = False) -> list[Report | BaseException]:
         """What every rank's control thread says, in rank order; an exception where it does not answer."""
-        return await asyncio.gather(*(self._control(member, "report", stack=stack) for member in self._members), return_exceptions=True)
+        asked = (self._control(member, "report", stack=stack) for member in self._members)
+        found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
+        return found
 
     async def abort(self) -> None:
         """Free every rank that is blocked in a collective (control threads cut the communicators)."""

@@ -49,7 +49,7 @@ class ProcessHost:
         try:
             os.environ.update(context.env())
             worker = worker_class(context, **kwargs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
             return _failure(error)
         worker.peers = Peers(self._workers)
         self._workers[group] = worker
@@ -66,7 +66,7 @@ class ProcessHost:
         self._call, self._since, self._compute_thread = f"{call.group}.{call.method}", time.time(), threading.get_ident()
         try:
             answer = self._run(call, blocks)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the process boundary, as above
             answer = Reply(failure=_failure(error), started=self._since, ended=time.time()), (None, None)
         finally:
             self._call, self._since = "", time.time()
@@ -136,7 +136,9 @@ def _pack(method: Registered, call: Call, result: Any) -> tuple[Any, tuple[Block
     if not method.writes:
         return result, (None, None), (None, None)
     if not isinstance(result, Batch):
-        raise BatchError(f"{call.group}.{call.method}() declares writes={method.writes} and must return a Batch, got {type(result).__name__}")
+        raise BatchError(
+            f"{call.group}.{call.method}() declares writes={method.writes} and must return a Batch, got {type(result).__name__}"
+        )
     missing = [name for name in method.writes if name not in result.names]
     if missing:
         raise BatchError(f"{call.group}.{call.method}() must write {', '.join(method.writes)}; {', '.join(missing)} is missing")

@@ -16,7 +16,14 @@ class Pool:
     """Bundles reserved under one name, and the processes started in them. A process is started once and shared by all groups."""
 
     def __init__(
-        self, backend: Backend, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], *, prefix: str = "", log_dir: Path | None = None
+        self,
+        backend: Backend,
+        name: str,
+        bundles: Sequence[Bundle],
+        nodes: Sequence[NodeInfo],
+        *,
+        prefix: str = "",
+        log_dir: Path | None = None,
     ) -> None:
         self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
         self._prefix, self._log_dir = prefix, log_dir
@@ -56,9 +63,7 @@ class Pool:
     def processes(self) -> list[Process]:
         """Processes that run now, by bundle."""
         return [
-            task.result()
-            for _, task in sorted(self._starting.items())
-            if task.done() and not task.cancelled() and task.exception() is None
+            task.result() for _, task in sorted(self._starting.items()) if task.done() and not task.cancelled() and task.exception() is None
         ]
 
     async def kill(self, bundle: int) -> None:

@@ -98,9 +98,7 @@ class WorkerContext:
         }
 
     def joined(self, rendezvous: Rendezvous) -> WorkerContext:
-        return replace(
-            self, master_address=rendezvous.address, master_port=rendezvous.port, generation=rendezvous.generation
-        )
+        return replace(self, master_address=rendezvous.address, master_port=rendezvous.port, generation=rendezvous.generation)
 
 
 @dataclass(slots=True)

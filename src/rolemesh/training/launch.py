@@ -142,7 +142,9 @@ def _keep_traceback(directory: RunDirectory, error: Exception) -> None:
     original = error.original_traceback if isinstance(error, WorkerError) else ""
     text = "".join(traceback.format_exception(error)) + ("\nIn the worker:\n" + original if original else "")
     write_text(directory.logs / "error.txt", text)
-    write_json(directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(directory.logs / "error.txt")})
+    write_json(
+        directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(directory.logs / "error.txt")}
+    )
 
 
 def _sft_prompts(prepared: Prepared) -> PromptStream | None:
@@ -163,7 +165,10 @@ async def _resume(run: TrainingRun) -> None:
     dropped = run.directory.truncate_metrics(run.progress.step)
     run.recorder.step = run.progress.step
     names = f"; skipped incomplete {', '.join(path.name for path in skipped)}" if skipped else ""
-    text = f"resumed at step {run.progress.step} from {folder}; {dropped} later rows of metrics dropped{names}; next prompt is number {state['prompts']['draws']} of the run"
+    draws = state["prompts"]["draws"]
+    text = (
+        f"resumed at step {run.progress.step} from {folder}{names}; {dropped} later rows of metrics dropped; next prompt is number {draws}"
+    )
     run.recorder.events.write("prepare", str(folder), "resumed", step=run.progress.step, message=text)
     run.recorder.display.note(text)
 

@@ -55,7 +55,7 @@ async def advantages(run: TrainingRun, scored: BatchRef) -> BatchRef:
     with run.recorder.span("advantages"):
         prepared = run.algorithm.prepare(numbers, run.recorder.metrics)
         _record_rewards(prepared, run.recorder.metrics)
-        run.recorder.metrics.sum("samples/trained", int((prepared.scalars("token_weight") > 0).sum()))
+        run.recorder.metrics.sum("samples/trained", int((np.asarray(prepared.scalars("token_weight")) > 0).sum()))
         expected = run.config.trainer.prompts_per_step * run.config.algorithm.group_size
         run.recorder.metrics.sum("samples/lost", expected - len(prepared))
         return scored.join(run.session.store(prepared.select(["advantage", "token_weight", "minibatch"])))
@@ -96,8 +96,9 @@ def _no_signal_message(run: TrainingRun) -> str:
     shares = run.recorder.metrics.reduce()
     right, wrong = shares.get("reward/all_right_groups", 0.0), shares.get("reward/all_wrong_groups", 0.0)
     return (
-        f"step {run.progress.step + 1}: no group has any spread in its rewards ({right:.0%} of groups all right, {wrong:.0%} all wrong), so "
-        "there is nothing to learn from. Use easier or harder prompts, a larger algorithm.group_size, or algorithm.no_signal: skip_step"
+        f"step {run.progress.step + 1}: no group has any spread in its rewards ({right:.0%} of groups all right, {wrong:.0%} all "
+        "wrong), so there is nothing to learn from. Use easier or harder prompts, a larger "
+        "algorithm.group_size, or algorithm.no_signal: skip_step"
     )
 
 
@@ -118,7 +119,9 @@ async def record(run: TrainingRun, batch: BatchRef) -> None:
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
         await run.session.groups["reward"].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
-    run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed)
+    run.recorder.end_step(
+        step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed
+    )
 
 
 async def evaluate(run: TrainingRun) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from rolemesh.config.schema import Config
-from rolemesh.observe import EventLog, JsonlSink, Metrics, MetricValue, RunDirectory, Span, Stage, Tracer, create_sinks
+from rolemesh.observe import EventLog, JsonlSink, Metrics, MetricValue, RunDirectory, Sink, Span, Stage, Tracer, create_sinks
 from rolemesh.runtime import CallRecord
 
 
@@ -38,7 +38,7 @@ class Recorder:
         self.events = EventLog(directory.events)
         self.phase = "starting"
         self.step = 0
-        self._sinks = [JsonlSink(directory.metrics), *create_sinks(config.trainer.sinks, directory.path, self.events)]
+        self._sinks: list[Sink] = [JsonlSink(directory.metrics), *create_sinks(config.trainer.sinks, directory.path, self.events)]
         self._tracer = Tracer(directory.trace)
         self._times: dict[str, float] = defaultdict(float)
         self._began = 0.0
@@ -135,7 +135,7 @@ class Recorder:
 
     def sft_step(self, step: int) -> None:
         """One supervised step is done: a row of its own, without reward."""
-        row: dict[str, MetricValue] = dict(self.metrics.reduce()) | {"sft/step": step, "time/step": time.perf_counter() - self._began}
+        row: dict[str, MetricValue] = {**self.metrics.reduce(), "sft/step": step, "time/step": time.perf_counter() - self._began}
         self._write(self.step, row)
         self.display.phase("sft", f"{step}/{self._total} loss {row.get('sft/loss', float('nan')):.3f}")
         self._begin()

@@ -49,7 +49,12 @@ class Session:
         self._bundles = {name: _bundles(plan, name, wanted) for name in plan.pools}
         self.pools = {
             name: Pool(
-                backend, name, [bundle for bundle, _ in places], plan.nodes, prefix=f"{run_id}/", log_dir=run_dir.resolve() / "logs" if run_dir else None
+                backend,
+                name,
+                [bundle for bundle, _ in places],
+                plan.nodes,
+                prefix=f"{run_id}/",
+                log_dir=run_dir.resolve() / "logs" if run_dir else None,
             )
             for name, places in self._bundles.items()
             if places
@@ -95,7 +100,7 @@ class Session:
             self._announce("schedule", f"pool {name}", "placing")
             await pool.create(deadline)
             self._announce("schedule", f"pool {name}", "placed")
-        for role, group in self.groups.items():
+        for role in self.groups:
             self._announce("create", role, "starting")
         await asyncio.gather(*(group.create(deadline) for group in self.groups.values()))
         for role, group in self.groups.items():

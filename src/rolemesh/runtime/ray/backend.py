@@ -124,7 +124,7 @@ class RayBackend:
             selector = [{NODE_LABEL: ids[nodes[node].name]}] * len(shares)
             groups[node] = placement_group(shares, strategy="PACK", name=f"{name}@{node}", bundle_label_selector=selector)
         ends = self.time() + deadline
-        for node, group in groups.items():
+        for group in groups.values():
             if not await _placed(group, ends - self.time()):
                 problems = await self._shortage(name, nodes)
                 await self.release_pool(name)
@@ -140,7 +140,9 @@ class RayBackend:
             have = f"free CPU {info.free_cpus:g}, GPU {info.free_gpus}" if info else "the node is gone"
             need = f"CPU {sum(bundle.cpus for bundle in mine):g}, GPU {sum(bundle.gpus for bundle in mine)}"
             problems.append(
-                Problem(subject=f"pool {name} on node {nodes[node].name}", need=need, free=have, remedy="Lower pools.*.nodes or pools.*.cpus")
+                Problem(
+                    subject=f"pool {name} on node {nodes[node].name}", need=need, free=have, remedy="Lower pools.*.nodes or pools.*.cpus"
+                )
             )
         return problems
 
@@ -155,7 +157,7 @@ class RayBackend:
         bundle = self._bundles[spec.pool][spec.bundle]
         index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
         strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
-        actor = RayHost.options(
+        actor = RayHost.options(  # type: ignore[attr-defined]
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,

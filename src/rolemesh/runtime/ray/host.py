@@ -22,7 +22,7 @@ class RayHost:
         self._address = ray.util.get_node_ip_address()
         self._host = ProcessHost(name, self._address)
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def who(self) -> tuple[str, str, int]:
         """(node, address, pid)."""
         return self._host.node, self._address, os.getpid()
@@ -35,7 +35,7 @@ class RayHost:
         reply, written = self._host.execute(call, blocks)
         return reply, *written
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, request: str, kwargs: dict[str, Any]) -> Any:
         return self._host.control(request, **kwargs)
 
