@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolemesh.config.model_files import model_folder
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_tokenizer, stop_token_ids
-from rolemesh.models.folders import model_folder
 
 TINY = model_folder("tiny")
 TOOL = Path(__file__).parents[2] / "tools" / "make_tiny_tokenizer.py"
@@ -84,7 +84,7 @@ def test_ids_beyond_the_embedding_are_refused(tmp_path):
 
 
 def test_missing_folder_names_the_key_and_never_asks_the_network(tmp_path):
-    with pytest.raises(ConfigError, match=r"model.tokenizer: .*'org/name', which does not exist.*never downloaded"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: .*'org/name', which does not exist.*never downloaded"):
         load_tokenizer(ModelConfig(tokenizer="org/name"))
 
 

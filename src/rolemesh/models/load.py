@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rolemesh.config.model_files import BUILTIN_MODELS, model_folder
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
-from rolemesh.models.folders import BUILTIN, model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 def load_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's own config with every kind of dropout set to 0, so that training and rollout compute the same function."""
     folder = model_folder(model.path)
-    if not (folder / "config.json").is_file():
-        raise ConfigError.one("model.path", "the folder must hold a config.json", str(folder), "Give a Hugging Face model folder")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
     except LOAD_ERRORS as error:
@@ -45,7 +43,7 @@ def load_model(model: ModelConfig, *, seed: int, device: str | torch.device = "c
     """
     config = load_config(model)
     dtype = getattr(torch, model.dtype)
-    loaded = _initialise(config, seed) if model.path in BUILTIN else _read(model, config, dtype)
+    loaded = _initialise(config, seed) if model.path in BUILTIN_MODELS else _read(model, config, dtype)
     for module in loaded.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rolemesh.config.model_files import model_folder
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.models.folders import model_folder
 from rolemesh.models.load import LOAD_ERRORS, load_config
 
 
@@ -20,7 +20,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     folder cannot be loaded, when there is no end or padding token, or when ids would lie outside the model's embedding.
     """
     subject = "model.path" if model.tokenizer is None else "model.tokenizer"
-    folder = model_folder(model.tokenizer or model.path, subject=subject)
+    folder = model_folder(model.path) if model.tokenizer is None else _tokenizer_folder(model.tokenizer)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
     except LOAD_ERRORS as error:
@@ -49,6 +49,15 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tu
         declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         stops.update(declared if isinstance(declared, list) else [declared])
     return tuple(sorted(stop for stop in stops if stop is not None))
+
+
+def _tokenizer_folder(path: str) -> Path:
+    """The user's folder; it need not hold a model."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        found = f"{path!r}, which " + ("is a file" if folder.is_file() else "does not exist")
+        raise ConfigError.one("model.tokenizer", "must be a folder on this machine", found, "Tokenizers are never downloaded")
+    return folder
 
 
 def _pad_problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path) -> list[Problem]:
