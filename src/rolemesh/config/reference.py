@@ -34,7 +34,7 @@ def options_reference() -> str:
         if found is None:
             continue
         prefix = name if found.kind == "section" else f"{name}.{placeholder(name, found)}"
-        parts += [f"## {prefix}\n", f"{inspect.cleandoc(found.model.__doc__ or '')}\n"]
+        parts += [f"## `{prefix}`\n", f"{inspect.cleandoc(found.model.__doc__ or '')}\n"]
         if found.optional or found.kind != "section":
             default = info.get_default(call_default_factory=False)
             parts.append(f"Default of `{name}`: {_default(default)}\n")

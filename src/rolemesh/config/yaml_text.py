@@ -75,6 +75,15 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    # PyYAML takes some of these for line breaks and would fold them; escaped in double quotes they survive.
+    style = '"' if any(not (char.isprintable() or char == "\n") for char in value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def parse_yaml(text: str) -> Any:
     """The value that `text` stands for. Raises YamlProblem with line, column and reason."""
     try:
