@@ -101,7 +101,8 @@ def _look_through(data: DataConfig, source: ProblemSource, tokenizer: Tokenizer,
 def _affordable(train: ProblemSource, kept: list[Look]) -> int:
     """How many of `kept` may be held out: all, or fewer where they would take more than `LARGEST_SHARE` of the training prompts.
 
-    A file that gives both is one such case. One-digit sums, for example, are only 200: 256 draws hold 145 different ones, which would leave 55 to learn from.
+    A file that gives both is one such case. One-digit sums are another: there are 200, and 256 draws hold about 145 different ones, which
+    would leave 55 to learn from.
     """
     keys = {look.problem.key for look in kept}
     seen = [train.problem(index).key in keys for index in range(min(CHECKED_UP_FRONT, len(train)))]

@@ -65,6 +65,10 @@ class PromptStream:
         """Passes over the source that are complete."""
         return self._epoch
 
+    def describe(self) -> str:
+        """Where the stream stands, for people."""
+        return f"{self.source.name}: {self._draws} prompts drawn, epoch {self._epoch + 1}, problem {self._position} of {len(self.source)}"
+
     def state(self) -> dict[str, Any]:
         """Where the stream stands, for JSON."""
         return {

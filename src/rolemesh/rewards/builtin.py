@@ -1,0 +1,12 @@
+"""The built-in verifiers by name. Importing this loads neither reasoning-gym nor math-verify; each is imported when it first scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from rolemesh.rewards.exact import exact
+from rolemesh.rewards.maths import math_verify
+from rolemesh.rewards.reasoning import reasoning_gym
+
+REWARDS: Final[dict[str, Callable[..., float | None]]] = {"exact": exact, "math_verify": math_verify, "reasoning_gym": reasoning_gym}

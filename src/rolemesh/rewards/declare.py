@@ -1,0 +1,33 @@
+"""What a scoring function says about itself, so that data which it cannot score is refused before the run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def reward_function(*, needs: Collection[str] = (), sources: Collection[str] | None = None) -> Callable[[F], F]:
+    """Decorator for scoring functions, built-in or a user's own; without it a function is taken to score anything.
+
+    `needs` names what every problem must have: `answer`, or `task.KEY` for a key of `Sample.task`. `sources` names the only values of
+    `Sample.source` that the function knows. `check_rewards` compares both with the data.
+    """
+
+    def declare(function: F) -> F:
+        function.needs = tuple(needs)  # type: ignore[attr-defined]
+        function.sources = None if sources is None else frozenset(sources)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def declared_needs(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What `reward_function` declared as needed."""
+    return tuple(getattr(function, "needs", ()))
+
+
+def declared_sources(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The sources that `reward_function` declared; None when it declared none."""
+    return getattr(function, "sources", None)
