@@ -112,7 +112,6 @@ def _record_policy(surrogate: Surrogate, logprobs: torch.Tensor, old_logprobs: t
     count = len(logprobs)
     metrics.mean("policy/ratio_mean", surrogate.ratio.mean(), count)
     metrics.max("policy/ratio_max_deviation", (surrogate.ratio - 1).abs().max())
-    metrics.max("policy/logprob_gap_max", (logprobs - old_logprobs).abs().max())
     metrics.mean("policy/clip_low_share", surrogate.clipped_low.float().mean(), count)
     metrics.mean("policy/clip_high_share", surrogate.clipped_high.float().mean(), count)
     metrics.mean("policy/clip_dual_share", surrogate.clipped_dual.float().mean(), count)

@@ -11,15 +11,15 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from rolemesh.batch import Batch
 from rolemesh.batch.balance import token_chunks
+from rolemesh.engines.train.collective import all_reduce
 from rolemesh.engines.train.forward import TokenScorer
 from rolemesh.engines.train.gradients import FlatGradients
 from rolemesh.engines.train.microbatch import MicroBatch, per_token, policy_columns
@@ -27,6 +27,9 @@ from rolemesh.engines.train.optimizer import OptimizerSettings
 from rolemesh.engines.train.sft import sft_loss
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,9 @@ LossFunction = Callable[[TokenBatch, Metrics], torch.Tensor]
 class TrainEngine:
     """One replica. The model must be a causal language model in float32; it stays in eval mode, so there is no dropout.
 
-    With a `process_group`, `update`, `sft_update`, `compute_gradients` and `check_replicas` are collective: every worker calls them,
-    also one that has no rows. After an exception inside a collective call the engine and its model must not be used again.
+    With a `process_group` (may be set later, and to None), `update`, `sft_update`, `compute_gradients` and `check_replicas` are
+    collective: every worker calls them, also one that has no rows. After an exception inside a collective call the engine and its
+    model must not be used again.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class TrainEngine:
         *,
         optimizer: OptimizerSettings,
         micro_batch_tokens: int,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         device: str | torch.device = "cpu",
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -57,7 +61,7 @@ class TrainEngine:
         self.step = 0
         self._device = torch.device(device)
         self._micro_batch_tokens = micro_batch_tokens
-        self._group = process_group
+        self.process_group = process_group
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         _check_parameters(self._parameters)
         self._scorer = TokenScorer(model, compute_dtype)
@@ -84,8 +88,8 @@ class TrainEngine:
     def update(self, batch: Batch, loss_fn: LossFunction, *, temperature: float, metrics: Metrics) -> None:
         """One optimizer step on one mini-batch, of which `batch` holds this worker's rows (possibly none).
 
-        Reads prompt_ids, response_ids, rollout_logprobs, advantage and token_weight. A step whose gradient is not finite, or in which
-        no worker has a token with a weight, is left out, counted and logged; all workers decide alike. Records
+        Reads prompt_ids, response_ids, rollout_logprobs, advantage and token_weight. A step whose loss or gradient is not finite, or
+        in which no worker has a token with a weight, is left out, counted and logged; all workers decide alike. Records
         `actor/grad_norm` (before clipping), `actor/learning_rate`, `actor/tokens_trained` and the steps left out.
         """
         self._accumulate(batch, loss_fn, temperature, metrics, policy=True)
@@ -106,6 +110,11 @@ class TrainEngine:
         self._gradients.zero()
         return found
 
+    def reset_optimizer(self, settings: OptimizerSettings) -> None:
+        """Start again at step 0 with other settings and without moments; the weights stay."""
+        self.settings, self.step = settings, 0
+        self._optimizer = settings.build(self._parameters.values())
+
     def _accumulate(self, batch: Batch, loss_fn: LossFunction, temperature: float, metrics: Metrics, *, policy: bool) -> None:
         """Gradients of this worker's rows, then the sum over the workers."""
         _check_temperature(temperature)
@@ -114,9 +123,8 @@ class TrainEngine:
         rows = rows.take(np.flatnonzero(rows.scalars("token_weight")))
         for chunk in self._micro_batches(rows):
             tokens = self._tokens(rows.take(chunk), temperature, policy=policy)
-            loss_fn(tokens, metrics).backward()  # type: ignore[no-untyped-call]
-            self._gradients.add_trained_tokens(int(tokens.weights.count_nonzero()))
-        self._gradients.all_reduce(self._group)
+            self._gradients.backward(loss_fn(tokens, metrics), int(tokens.weights.count_nonzero()))
+        self._gradients.all_reduce(self.process_group)
 
     def _tokens(self, rows: Batch, temperature: float, *, policy: bool) -> TokenBatch:
         micro = MicroBatch.of(rows, self._device)
@@ -132,17 +140,18 @@ class TrainEngine:
 
     def _apply(self, metrics: Metrics, prefix: str) -> None:
         """Clip, step, zero; or leave the step out. Numbers that are equal on all workers are recorded by the first alone."""
-        norm, trained = self._gradients.norm(), self._gradients.trained_tokens
-        finite, empty = math.isfinite(norm), trained == 0
+        norm, loss, trained = self._gradients.norm(), self._gradients.loss, self._gradients.trained_tokens
+        # the loss too: a clamp stops the gradient of a nan, which would leave the norm finite and the fault unseen
+        finite, empty = math.isfinite(norm) and math.isfinite(loss), trained == 0
         learning_rate = self.settings.learning_rate_at(self.step)
         if not finite:
-            logger.warning("optimizer step %d left out: gradient norm is %s over %d tokens", self.step, norm, trained)
+            logger.warning("optimizer step %d left out: gradient norm %s, loss %s over %d tokens", self.step, norm, loss, trained)
         elif empty:
             logger.warning("optimizer step %d left out: no token of the mini-batch has a weight", self.step)
         else:
             self._step(norm, learning_rate)
         self._gradients.zero()
-        if self._group is None or dist.get_rank(self._group) == 0:
+        if self.process_group is None or self.process_group.rank() == 0:
             metrics.sum(f"{prefix}/steps_skipped_nonfinite", not finite)
             metrics.sum(f"{prefix}/steps_skipped_empty", finite and empty)
             metrics.sum(f"{prefix}/tokens_trained", trained)
@@ -202,14 +211,14 @@ class TrainEngine:
     def check_replicas(self) -> None:
         """Raise ValueError unless all workers hold the same weights and step. Call it after loading: different replicas would train on
         without a sign."""
-        if self._group is None:
+        if self.process_group is None:
             return
         checksum = self.step
         for _, tensor in self.named_weights():
             checksum = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
         low, high = (torch.tensor([checksum], device=self._device) for _ in range(2))
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=self._group)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=self._group)
+        all_reduce(self.process_group, low, "min")
+        all_reduce(self.process_group, high, "max")
         if not torch.equal(low, high):
             raise ValueError(
                 f"the workers hold different weights (checksums from {int(low):#010x} to {int(high):#010x}, here {checksum:#010x}); "

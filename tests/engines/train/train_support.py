@@ -1,0 +1,78 @@
+"""A tiny model, a batch with everything an update reads, and an engine over them. Shared by the tests of this folder."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rolemesh.algorithms import Grpo
+from rolemesh.batch import Batch
+from rolemesh.config.schema import AlgorithmConfig
+from rolemesh.engines.train import OptimizerSettings, TrainEngine
+from rolemesh.observe import Metrics
+
+VOCABULARY = 24
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum")
+
+
+def tiny_model(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
+    """Two layers of width 16. Weights of spread 0.1, above the usual 0.02: a near-uniform output would hide wrong positions."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def engine(model=None, *, rows: int = 8, learning_rate: float = 1e-3, **options) -> TrainEngine:
+    """An engine whose micro-batches hold `rows` rows of the longest length of `batch()`, 12 tokens."""
+    settings = options.pop("optimizer", OptimizerSettings(learning_rate=learning_rate))
+    return TrainEngine(tiny_model() if model is None else model, optimizer=settings, micro_batch_tokens=12 * rows, **options)
+
+
+def batch(seed: int = 0, rows: int = 8, noise: float = 0.3, mode: str = "token_mean") -> Batch:
+    """Rows of uneven lengths in groups of two, one of them without a reward, with old log-probabilities a bit off the model's own."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, VOCABULARY, 1 + k % 4).tolist() for k in range(rows)]
+    lengths = [8, 3, 1, 5, 2, 7, 4, 6] * (rows // 8 + 1)
+    responses = [random.integers(0, VOCABULARY, lengths[k]).tolist() for k in range(rows)]
+    rewards = random.normal(size=rows)
+    rewards[-1] = np.nan
+    columns = {
+        "draw": np.arange(rows) // 2 + 40,
+        "sample": np.arange(rows) % 2,
+        "prompt_ids": prompts,
+        "response_ids": responses,
+        "response_length": np.array([len(response) for response in responses]),
+        "reward": rewards,
+    }
+    made = Batch.from_columns(columns)
+    own = engine().logprobs(made, 1.0)
+    made = made.with_columns(
+        {"rollout_logprobs": [(row + random.normal(size=len(row)) * noise).astype(np.float32).tolist() for row in own]}
+    )
+    return algorithm(mode).prepare(made, Metrics())
+
+
+def algorithm(mode: str = "token_mean", **options) -> Grpo:
+    return Grpo(AlgorithmConfig(group_size=8, normalize_std=False, aggregation=mode, **options), minibatches=1)
+
+
+def largest_gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Largest difference of two sets of gradients, as a share of the largest element."""
+    assert first.keys() == second.keys()
+    largest = max(float(gradient.abs().max()) for gradient in first.values())
+    return max(float((first[name] - second[name]).abs().max()) for name in first) / largest
+
+
+def naive_logprobs(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """One row at a time, the whole model, no padding: what every shortcut of the engine must agree with."""
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
