@@ -119,7 +119,7 @@ def one_step(world: World, draw) -> None:
     world.data, world.ref = both
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_operation_on_the_reference_equals_that_on_the_data(data):
     seeds = st.integers(0, 99).map(np.random.default_rng)

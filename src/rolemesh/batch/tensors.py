@@ -9,13 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolemesh.batch.batch import Batch
-from rolemesh.batch.columns import RAGGED_KINDS
+from rolemesh.batch.columns import RAGGED_KINDS, Kind
 from rolemesh.errors import BatchError
 
 if TYPE_CHECKING:
     import torch
 
 Layout = Literal["padded", "packed"]
+
+_TYPES: dict[Kind, type[np.generic]] = {
+    "tokens": np.int64,
+    "token_floats": np.float32,
+    "int": np.int64,
+    "float": np.float32,
+    "bool": np.bool_,
+}
 
 
 def tensors(batch: Batch, names: Iterable[str], layout: Layout = "padded", pad_value: float = 0) -> dict[str, torch.Tensor]:
@@ -36,27 +44,22 @@ def tensors(batch: Batch, names: Iterable[str], layout: Layout = "padded", pad_v
     found: dict[str, NDArray[Any]] = {}
     for name in names:
         kind = batch.kind(name)
-        if kind in ("string", "binary"):
+        if kind not in _TYPES:
             raise BatchError(f"column {name!r} is of kind {kind} and cannot become a tensor")
         if kind not in RAGGED_KINDS:
-            found[name] = np.asarray(batch.scalars(name))
+            found[name] = np.asarray(batch.scalars(name)).astype(_TYPES[kind], copy=False)
             continue
         values, offsets = batch.ragged(name)
         if layout == "packed":
-            found |= {name: values, f"{name}/offsets": offsets}
+            found |= {name: values.astype(_TYPES[kind], copy=False), f"{name}/offsets": offsets}
         else:
             lengths = np.diff(offsets)
-            found |= {name: _padded(values, lengths, pad_value), f"{name}/lengths": lengths}
-    return {name: torch.from_numpy(_computing_type(array)) for name, array in found.items()}
+            found |= {name: _padded(values, lengths, pad_value, _TYPES[kind]), f"{name}/lengths": lengths}
+    return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
-def _padded(values: NDArray[Any], lengths: NDArray[np.int64], pad_value: float) -> NDArray[Any]:
+def _padded(values: NDArray[Any], lengths: NDArray[np.int64], pad_value: float, dtype: type[np.generic]) -> NDArray[Any]:
     width = int(lengths.max(initial=0))
-    padded = np.full((len(lengths), width), pad_value, dtype=values.dtype)
+    padded = np.full((len(lengths), width), pad_value, dtype=dtype)
     padded[np.arange(width) < lengths[:, None]] = values
     return padded
-
-
-def _computing_type(array: NDArray[Any]) -> NDArray[Any]:
-    types = {"i": np.int64, "f": np.float32, "b": np.bool_}
-    return array.astype(types[array.dtype.kind], copy=False)
