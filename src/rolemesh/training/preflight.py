@@ -39,7 +39,8 @@ def prepare(config: Config, inventory: Inventory) -> Prepared:
         _collect(problems, lambda: load_config(config.model))
         tokenizer = _collect(problems, lambda: load_tokenizer(config.model))
         opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
-        _collect(problems, lambda: check_rewards(config.reward))
+        sources = opened[0].source.summary() if opened is not None else None
+        _collect(problems, lambda: check_rewards(config.reward, sources))
         for role in config.roles:
             _collect(problems, lambda role=role: worker_class(role, config))  # type: ignore[misc]
     if problems:

@@ -1,0 +1,5 @@
+"""`python -m rolemesh.cli`."""
+
+from rolemesh.cli.main import main
+
+main()

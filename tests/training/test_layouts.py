@@ -1,0 +1,221 @@
+"""Real processes on Ray: other worker counts and other pools give the same first step; the controller stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from training_helpers import SMALL, Quiet, contract_problems, only_run, rows, small
+
+from rolemesh.batch import Batch, BatchRef
+from rolemesh.config.schema import Config
+from rolemesh.errors import WorkerError
+from rolemesh.observe import RunDirectory
+from rolemesh.plan import local_inventory
+from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.training import phases
+from rolemesh.training.launch import backend_for, open_run, stop_backend
+from rolemesh.training.preflight import prepare
+from rolemesh.training.run import TrainingRun
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+LAYOUTS = {
+    "one worker": ("pools.main.nodes=[1]",),
+    "two workers": ("pools.main.nodes=[2]",),
+    "split": (
+        "pools={train: {nodes: [2], cpus: 0.4}, serve: {nodes: [1], cpus: 0.4}}",
+        "roles={actor: {pool: train}, rollout: {pool: serve}, reward: {pool: serve, workers: 2, cpus: 0.2}}",
+    ),
+}
+
+
+@asynccontextmanager
+async def opened(config: Config, backend: Any) -> AsyncIterator[TrainingRun]:
+    prepared = prepare(config, local_inventory())
+    directory = RunDirectory.create(config.runs_dir, config.name)
+    async with open_run(prepared, directory, backend, Quiet()) as run:
+        yield run
+
+
+async def first_step(run: TrainingRun) -> dict[str, Any]:
+    await phases.publish(run)
+    samples = await phases.generate(run, phases.draw(run))
+    batch = await phases.advantages(run, await phases.score(run, samples))
+    numbers = await run.session.read(batch, ["reward", "advantage", "token_weight", "minibatch"])
+    columns = await run.session.read(batch, ["response_ids", "rollout_logprobs"])
+    gradients = await run.session.groups["actor"].gradients(
+        batch, minibatches=numbers.scalars("minibatch"), temperature=run.config.rollout.temperature
+    )
+    return {"numbers": numbers, "columns": columns, "gradients": gradients[0]}
+
+
+def test_worker_counts_and_pools_give_the_same_samples_rewards_and_gradients(tmp_path: Path) -> None:
+    settings = ("deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "trainer.prompts_per_step=8")
+    found = {}
+    for name, layout in LAYOUTS.items():
+        config = small(tmp_path / name.replace(" ", "-"), *settings, *layout)
+        backend = backend_for(config)
+
+        async def main(config: Config = config, backend: Any = backend) -> dict[str, Any]:
+            async with opened(config, backend) as run:
+                return await first_step(run)
+
+        try:
+            found[name] = backend.run(main())
+        finally:
+            stop_backend(backend)
+    expected = found.pop("one worker")
+    assert np.ptp(expected["numbers"].scalars("reward")) > 0, "the check needs gradients that are not zero"
+    for name, other in found.items():
+        assert other["columns"].equals(expected["columns"]), f"{name}: other samples or log-probabilities"
+        assert other["numbers"].equals(expected["numbers"]), name
+        for parameter, gradient in expected["gradients"].items():
+            bound = 1e-5 * max(np.abs(gradient).max() for gradient in expected["gradients"].values())
+            assert np.abs(other["gradients"][parameter] - gradient).max() <= bound, (name, parameter)
+
+
+def length_reward(sample: Any, **options: object) -> float:
+    """Differs within a group even before the model can answer anything."""
+    return float(len(sample.response) + sum(map(ord, sample.response)) % 7)
+
+
+def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
+    config = small(tmp_path, "pools.main.nodes=[1]", "sft=null")
+    backend = backend_for(config)
+
+    async def main() -> None:
+        async with opened(config, backend) as run:
+            await phases.publish(run)
+            run.progress.weight_version = 1
+            with pytest.raises(WorkerError, match="StaleWeights: rollout rank 0 holds weight version 0, asked for 1"):
+                await phases.generate(run, phases.draw(run))
+
+    try:
+        backend.run(main())
+    finally:
+        stop_backend(backend)
+
+
+def test_the_controller_does_not_grow_with_the_batch(tmp_path: Path) -> None:
+    """Workers write and read 2 MB, then 200 MB; anonymous and shared memory of the controller stay within 50 MB."""
+    config = small(tmp_path, "pools.main.nodes=[2]", "sft=null", "roles.rollout.worker=test_layouts:Writer")
+    backend = backend_for(config)
+
+    async def main() -> list[float]:
+        async with opened(config, backend) as run:
+            sizes = []
+            for tokens in (1_000, 100_000):
+                rows = {"draw": np.arange(256), "sample": np.zeros(256, np.int64), "prompt_ids": [[1]] * 256}
+                prompts = run.session.store(Batch.from_columns(rows))
+                writer = run.session.groups["rollout"]
+                batch: BatchRef = prompts.join(await writer.write(prompts, tokens=tokens))
+                assert sum(await writer.check(batch)) == 256 * tokens
+                numbers = await run.session.read(batch, ["response_length"])
+                assert set(numbers.scalars("response_length")) == {tokens}
+                sizes.append(controller_bytes())
+                del batch
+            return sizes
+
+    try:
+        small_size, large_size = backend.run(main())
+    finally:
+        stop_backend(backend)
+    assert large_size - small_size < 50e6
+
+
+class Writer(Worker):
+    """Writes and reads token columns of any size."""
+
+    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+        super().__init__(context)
+
+    @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_ids", "rollout_logprobs", "response_length"))
+    def write(self, batch: Batch, *, tokens: int) -> Batch:
+        offsets = np.arange(len(batch) + 1, dtype=np.int64) * tokens
+        size = len(batch) * tokens
+        ids = pa.LargeListArray.from_arrays(offsets, np.ones(size, dtype=np.int32))
+        floats = pa.LargeListArray.from_arrays(offsets, np.zeros(size, dtype=np.float32))
+        lengths = np.full(len(batch), tokens)
+        return batch.select([]).with_columns({"response_ids": ids, "rollout_logprobs": floats, "response_length": lengths})
+
+    @register(dispatch="balanced", reads=("response_ids",))
+    def check(self, batch: Batch) -> int:
+        return int(batch.ragged("response_ids")[0].sum())
+
+
+def controller_bytes() -> float:
+    """Anonymous plus shared resident memory of this process."""
+    text = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+def cli(tmp_path: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rolemesh.cli", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **options)
+
+
+def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
+    """Ctrl-C ends the run after its step with exit code 130 and a checkpoint; `--resume` goes on; no process is left."""
+    process = cli(tmp_path, "train", "demo", *SMALL, "trainer.steps=2000", "pools.main.nodes=[2]")
+    deadline = time.monotonic() + 150
+    status: dict[str, Any] = {}
+    while time.monotonic() < deadline and status.get("step", 0) < 2:
+        time.sleep(0.5)
+        assert process.poll() is None, process.communicate()[0]
+        found = list(tmp_path.glob("runs/*/status.json"))
+        status = json.loads(found[0].read_text()) if found else {}
+    pids = {worker["pid"] for worker in status["workers"]}
+    assert {worker["group"] for worker in status["workers"]} == {"actor", "rollout", "reward"}
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    run = only_run(tmp_path)
+    assert json.loads(run.status.read_text())["state"] == "interrupted"
+    done = json.loads(run.summary.read_text())["steps"]
+    again = cli(tmp_path, "train", f"trainer.steps={done + 1}", "--resume", run.name)
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output
+    assert f"resumed at step {done}" in output
+    trained = [row["step"] for row in rows(run) if "reward/mean" in row]
+    assert trained == list(range(1, done + 2))
+    assert contract_problems(run, steps=done + 1) == "contract holds"
+    seen = cli(tmp_path, "status", "--json")
+    assert json.loads(seen.communicate(timeout=60)[0])["state"] == "finished"
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    config = small(tmp_path, "pools.main.nodes=[2]", "sft=null")
+    backend = backend_for(config)
+
+    async def main() -> str:
+        async with opened(config, backend) as run:
+            await phases.publish(run)
+            os.kill(run.session.groups["actor"].processes[1].pid, signal.SIGKILL)
+            await asyncio.sleep(1)
+            with pytest.raises(WorkerError) as caught:
+                await phases.generate(run, phases.draw(run))
+            return str(caught.value)
+
+    try:
+        message = backend.run(main())
+    finally:
+        stop_backend(backend)
+    assert "rollout rank 1" in message
+    assert "main-1.log" in message

@@ -1,0 +1,175 @@
+"""The whole loop in one process (local backend): the same code path as on Ray, phase by phase."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from training_helpers import ONE_PROCESS, Quiet, contract_problems, only_run, rows, small
+
+from rolemesh.errors import ConfigError, RunStopped, WorkerError
+from rolemesh.observe import RunDirectory
+from rolemesh.training.launch import run_training
+from rolemesh.training.tasks import run_evaluation, run_generation, run_sft
+
+
+def failing_reward(sample: object, **options: object) -> float:
+    raise RuntimeError("the judge is out")
+
+
+def sometimes_failing(sample: object, **options: object) -> float:
+    if sample.sample == 1:
+        raise RuntimeError("not this one")
+    return float(sample.sample == 0)
+
+
+def equal_rewards(sample: object, **options: object) -> float:
+    return 0.0
+
+
+class BrokenSink:
+    def __init__(self, folder: Path) -> None:
+        self.rows = 0
+
+    def write(self, step: int, values: object) -> None:
+        self.rows += 1
+        if self.rows == 3:
+            raise OSError("tracker unreachable")
+
+    def close(self) -> None:
+        pass
+
+
+def train(tmp_path: Path, *overrides: str, resume: RunDirectory | None = None) -> tuple[RunDirectory, Quiet]:
+    display = Quiet()
+    run_training(small(tmp_path, *ONE_PROCESS, *overrides), display, resume=resume)
+    return resume or only_run(tmp_path), display
+
+
+def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
+    return torch.load(run.checkpoint(step) / "actor.pt", weights_only=True)["model"]
+
+
+def sample_ids(run: RunDirectory) -> list[tuple[int, int]]:
+    found = []
+    for path in sorted(run.samples.glob("*.parquet")):
+        table = pq.read_table(path)
+        found += list(zip(table["draw"].to_pylist(), table["sample"].to_pylist(), table["response"].to_pylist(), strict=True))
+    return found
+
+
+def test_a_run_keeps_the_contract_of_its_directory(tmp_path: Path) -> None:
+    run, display = train(tmp_path)
+    assert contract_problems(run, steps=2) == "contract holds"
+    assert display.started == (2, 0)
+    assert [step for step, _ in display.evaluations] == [0, 2]
+    summary = json.loads(run.summary.read_text())
+    assert summary["state"] == "finished"
+    assert (run.checkpoint(2) / "model" / "config.json").is_file()
+    trained = [row for row in rows(run) if "reward/mean" in row]
+    assert [row["weights/version"] for row in trained] == [1, 2]
+    assert {row["samples/trained"] for row in trained} == {16}
+    assert any("kept" in note for note in display.notes), "counts of kept and removed prompts are always shown"
+
+
+def test_D24_the_first_ratio_is_one_against_the_engines_own_logprobs(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "rollout.temperature=0.6")
+    for row in rows(run):
+        if "reward/mean" in row:
+            assert 0 < row["rollout/logprob_gap_max"] < 2e-5 or row["rollout/logprob_gap_max"] == 0
+            assert row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int) -> None:
+    few = ("data.size=14", "trainer.save_samples_every=1", "trainer.keep_checkpoints=5")  # the data wraps around within the run
+    whole, _ = train(tmp_path / "whole", "trainer.steps=4", *few)
+    train(tmp_path / "cut", f"trainer.steps={at}", *few)
+    cut = only_run(tmp_path / "cut")
+    _, display = train(tmp_path / "cut", "trainer.steps=4", *few, resume=cut)
+    assert display.started == (4, at), "H10: the bar begins at the checkpoint"
+    assert any(f"resumed at step {at}" in note for note in display.notes)
+    expected = torch.load(whole.checkpoint(4) / "actor.pt", weights_only=True)
+    found = torch.load(cut.checkpoint(4) / "actor.pt", weights_only=True)
+    assert found["step"] == expected["step"]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    for name, moments in expected["optimizer"].items():
+        for key, tensor in moments.items():
+            assert torch.equal(found["optimizer"][name][key], tensor), (name, key)
+    assert sample_ids(cut) == sample_ids(whole)
+    assert [row["step"] for row in rows(cut) if "reward/mean" in row] == [1, 2, 3, 4]
+
+
+def test_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=1")
+    (run.checkpoints / "step-9").mkdir()
+    (run.checkpoints / "step-9" / "actor.pt").write_bytes(b"half")
+    _, display = train(tmp_path, "trainer.steps=2", resume=run)
+    assert any("resumed at step 1" in note and "step-9" in note for note in display.notes)
+
+
+def test_H01_a_logger_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.sinks=['test_loop:BrokenSink']")
+    assert len([row for row in rows(run) if "reward/mean" in row]) == 2
+    warnings = [json.loads(line) for line in run.events.read_text().splitlines() if "sink_failed" in line]
+    assert len(warnings) == 1
+    assert "tracker unreachable" in warnings[0]["message"]
+
+
+def test_H11_an_error_in_a_worker_ends_with_role_rank_and_the_original_message(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        train(tmp_path, "reward=[{name: 'test_loop:failing_reward'}]")
+    assert "reward rank 0" in str(caught.value)
+    assert "the judge is out" in str(caught.value)
+    run = only_run(tmp_path)
+    assert "the judge is out" in (run.logs / "error.txt").read_text()
+    assert json.loads(run.summary.read_text())["state"] == "failed"
+
+
+def test_E10_a_failed_score_is_masked_and_counted(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "reward=[{name: 'test_loop:sometimes_failing'}]", "trainer.steps=1")
+    (row,) = [row for row in rows(run) if "reward/mean" in row]
+    assert (row["samples/masked"], row["samples/trained"], row["samples/lost"]) == (4, 12, 0)
+    assert row["reward/failed"] == 4
+    assert row["reward/mean"] == pytest.approx(1 / 3)
+    assert row["reward/status/error"] == 4
+
+
+def test_C13_a_step_without_spread_follows_the_policy(tmp_path: Path) -> None:
+    flat = ("reward=[{name: 'test_loop:equal_rewards'}]", "trainer.steps=1")
+    run, display = train(tmp_path / "skip", *flat, "algorithm.no_signal=skip_step")
+    (row,) = [row for row in rows(run) if "reward/mean" in row]
+    assert (row["step/skipped"], row["weights/version"], row["reward/all_wrong_groups"]) == (1, 0, 1.0)
+    assert any("no group has any spread" in note for note in display.notes)
+    run, _ = train(tmp_path / "train", *flat, "algorithm.no_signal=train")
+    (row,) = [row for row in rows(run) if "reward/mean" in row]
+    assert (row["step/skipped"], row["weights/version"]) == (0, 1)
+    with pytest.raises(RunStopped, match="100% all wrong"):
+        train(tmp_path / "stop", *flat, "algorithm.no_signal=stop")
+
+
+def test_minibatches_and_epochs_are_optimizer_steps(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.minibatches=2", "trainer.epochs=2", "trainer.steps=1")
+    assert torch.load(run.checkpoint(1) / "actor.pt", weights_only=True)["step"] == 4
+
+
+def test_sft_leaves_a_model_that_trains_evaluates_and_answers(tmp_path: Path) -> None:
+    folder = run_sft(small(tmp_path, *ONE_PROCESS), Quiet())
+    model = f"model.path={folder}"
+    found = run_evaluation(small(tmp_path, *ONE_PROCESS, model))
+    assert found["eval/samples"] == 8
+    assert 0 <= found["eval/accuracy"] <= 1
+    answers = run_generation(small(tmp_path, *ONE_PROCESS, model), ["State the sum: 1 + 2 =", "7 + 7 ="], 0.0)
+    assert len(answers) == 2
+    run, _ = train(tmp_path / "then", model, "sft=null", "trainer.steps=1")
+    assert not np.isnan(rows(run)[0]["eval/accuracy"])
+    assert rows(run)[0]["eval/accuracy"] == found["eval/accuracy"], "the same weights give the same greedy answers"
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "empty")
+    with pytest.raises(ConfigError, match="complete checkpoint"):
+        train(tmp_path, resume=run)
