@@ -6,6 +6,8 @@ import json
 import logging
 from collections.abc import Mapping
 
+import pyarrow as pa
+
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.rewards import Outcome, RewardScorer, top_errors
@@ -42,9 +44,9 @@ class RewardWorker(Worker):
             logger.warning("%d of %d samples not scored: %s", count, len(outcomes), error)
         return batch.select([]).with_columns(
             {
-                "reward": [outcome.reward for outcome in outcomes],
-                "reward_status": [outcome.status for outcome in outcomes],
-                DETAILS: [_details(outcome) for outcome in outcomes],
+                "reward": pa.array([outcome.reward for outcome in outcomes], pa.float64()),
+                "reward_status": pa.array([outcome.status for outcome in outcomes], pa.large_string()),
+                DETAILS: pa.array([_details(outcome) for outcome in outcomes], pa.large_string()),
             }
         )
 
