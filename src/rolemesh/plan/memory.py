@@ -126,23 +126,24 @@ def _node_problem(node: NodeInfo, need: int, memory: Sequence[PoolMemory]) -> Pr
         subject=f"node {node.name}",
         need=f"memory: its processes need about {size(need)}",
         free=size(node.memory_bytes),
-        remedy=f"{_remedy(memory)}, or give the pools fewer slots",
+        remedy=_remedy(memory),
     )
 
 
 _LOWER: Final = {
-    "KV cache": "rollout.slots or data.max_response_tokens",
-    "sampling": "rollout.slots",
-    "activations": "trainer.micro_batch_tokens",
-    "logits": "trainer.micro_batch_tokens",
+    "process": "Give the pools fewer slots",
+    "KV cache": "Lower rollout.slots or data.max_response_tokens",
+    "sampling": "Lower rollout.slots",
+    "activations": "Lower trainer.micro_batch_tokens",
+    "logits": "Lower trainer.micro_batch_tokens",
 }
 
 
 def _remedy(memory: Sequence[PoolMemory]) -> str:
     """The setting that lowers the largest part."""
     line = max((line for entry in memory for line in entry.lines), key=lambda line: line.bytes)
-    largest = f"Largest part: {line.what}{f' of {line.role}' if line.role else ''}, {size(line.bytes)} a process"
-    return f"{largest}. Lower {_LOWER.get(line.what, 'the size of the model')}"
+    owner = f"{line.what} of {line.role}" if line.role else line.what
+    return f"{_LOWER.get(line.what, 'Use a smaller model')}; the largest part is {owner}, {size(line.bytes)} each"
 
 
 def size(count: float) -> str:
