@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
-from rolemesh.errors import StaleWeights
-from rolemesh.plan.schema import Plan, WorkerPlan
+from rolemesh.errors import ResourceError, StaleWeights
+from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
 from rolemesh.protocols.backend import Report
 from rolemesh.roles import worker_class
 from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup
@@ -45,21 +45,16 @@ class Session:
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
         self._announce, self._observer, self._run_dir, self._epoch = announce, observer, run_dir, epoch
-        wanted = [role for role in config.roles if roles is None or role in roles]
-        self._bundles = {name: _bundles(plan, name, wanted) for name in plan.pools}
-        self.pools = {
-            name: Pool(
-                backend,
-                name,
-                [bundle for bundle, _ in places],
-                plan.nodes,
-                prefix=f"{run_id}/",
-                log_dir=run_dir.resolve() / "logs" if run_dir else None,
-            )
-            for name, places in self._bundles.items()
-            if places
-        }
-        self.groups = {role: self._group(role) for role in wanted}
+        self._roles = [role for role in config.roles if roles is None or role in roles]
+        self._run_id = run_id
+        self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
+        self.pools: dict[str, Pool] = {}
+        self.groups: dict[str, WorkerGroup] = {}
+
+    def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
+        bundles = [bundle for bundle, _ in self._bundles[name]]
+        log_dir = self._run_dir.resolve() / "logs" if self._run_dir else None
+        return Pool(self.backend, name, bundles, nodes, prefix=f"{self._run_id}/", log_dir=log_dir)
 
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
@@ -96,6 +91,9 @@ class Session:
 
     async def _create(self) -> None:
         deadline = self.config.deadlines.create
+        nodes = await self._nodes()
+        self.pools = {name: self._pool(name, nodes) for name, places in self._bundles.items() if places}
+        self.groups = {role: self._group(role) for role in self._roles}
         for name, pool in self.pools.items():
             self._announce("schedule", f"pool {name}", "placing")
             await pool.create(deadline)
@@ -105,6 +103,17 @@ class Session:
         await asyncio.gather(*(group.create(deadline) for group in self.groups.values()))
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
+
+    async def _nodes(self) -> Sequence[NodeInfo]:
+        """The backend's nodes that stand for the plan's, in order. Raises ResourceError when there are fewer, or smaller ones."""
+        found = (await self.backend.inventory()).nodes
+        for index, planned in enumerate(self.plan.nodes):
+            need, free = f"{planned.cpus:g} CPUs and {planned.gpus} GPUs", "no such node"
+            if index < len(found):
+                free = f"{found[index].cpus:g} CPUs and {found[index].gpus} GPUs on {found[index].name}"
+            if index >= len(found) or (found[index].cpus, found[index].gpus) < (planned.cpus, planned.gpus):
+                raise ResourceError.one(f"node {planned.name}", f"planned with {need}", free, "Plan again with what is there now")
+        return found
 
     async def _init(self) -> None:
         for role in self.groups:
@@ -175,5 +184,5 @@ def _bundles(plan: Plan, pool: str, roles: Sequence[str]) -> list[tuple[Bundle, 
 
 
 def python_path() -> list[str]:
-    """Where user code given by import path is found: the working directory of the controller, then its PYTHONPATH."""
-    return [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    """Where the controller finds a user's own code (the working directory, PYTHONPATH, a script's folder), for its workers too."""
+    return [entry for entry in sys.path if entry and not entry.startswith((sys.prefix, sys.base_prefix))]
