@@ -1,0 +1,65 @@
+"""Refusing what an engine could not serve exactly as asked. Called by the engines' `add` and `load_weights`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from rolemesh.protocols.engine import Request, Sampling
+
+
+def check_requests(
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    held: Collection[tuple[int, int]],
+    vocabulary: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    context: int,
+) -> None:
+    """Raises ValueError for the first thing that cannot be served. `held` are the ids already in the engine, `context` the most tokens
+    that a prompt and its answer may have together."""
+    _check_sampling(sampling, vocabulary, max_response_tokens)
+    seen = set(held)
+    for request in requests:
+        draw, sample = request.id
+        if request.id in seen:
+            raise ValueError(f"request {request.id} is already in the engine; ids must be distinct, they decide the random numbers")
+        if not (0 <= draw < 2**64 and 0 <= sample < 2**32):
+            raise ValueError(f"request {request.id}: draw must be within [0, 2**64) and sample within [0, 2**32)")
+        seen.add(request.id)
+        length = len(request.prompt_ids)
+        if not 1 <= length <= max_prompt_tokens:
+            raise ValueError(f"request {request.id}: a prompt has 1 to {max_prompt_tokens} tokens (max_prompt_tokens), got {length}")
+        if length >= context:
+            raise ValueError(f"request {request.id}: a prompt of {length} tokens leaves no room in the model's context of {context}")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
+            raise ValueError(f"request {request.id}: token ids must be within [0, {vocabulary})")
+
+
+def check_load(version: int, *, holds: int, unfinished: int) -> None:
+    """Raises ValueError when weights may not change now: every answer comes from one version. Requests that wait for a first version
+    (`holds` is -1) are no obstacle."""
+    if version < 0:
+        raise ValueError(f"a weight version is at least 0, got {version}")
+    if unfinished and holds >= 0:
+        raise ValueError(
+            f"{unfinished} requests of weight version {holds} are unfinished; finish or abort them before loading version {version}"
+        )
+
+
+def _check_sampling(sampling: Sampling, vocabulary: int, max_response_tokens: int) -> None:
+    if not 1 <= sampling.max_new_tokens <= max_response_tokens:
+        raise ValueError(f"max_new_tokens must be within 1 to {max_response_tokens} (max_response_tokens), got {sampling.max_new_tokens}")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise ValueError(f"top_k must be 0 (off) or positive, got {sampling.top_k}")
+    if not 0 <= sampling.seed < 2**64:
+        raise ValueError(f"seed must be within [0, 2**64), got {sampling.seed}")
+    outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]
+    if outside:
+        raise ValueError(f"stop token ids must be within [0, {vocabulary}), got {outside}")

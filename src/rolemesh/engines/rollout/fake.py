@@ -1,0 +1,129 @@
+"""A rollout engine that needs no model, for tests of everything above the engines. It keeps the whole contract of
+`protocols/engine.py` (versions, refusals, one token a step, aborts) and passes the same contract suite as the real ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rolemesh.engines.rollout.checks import check_load, check_requests
+from rolemesh.engines.rollout.parameters import ParameterTable
+from rolemesh.engines.rollout.sampling import uniforms
+from rolemesh.errors import StaleWeights
+from rolemesh.protocols.engine import Completion, Request, Sampling
+
+Answer = Callable[[Request, Sampling], tuple[Sequence[int], Sequence[float]]]
+"""The canned answer to a request: token ids, and a log-probability each."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    request: Request
+    sampling: Sampling
+    tokens: list[int]
+    logprobs: list[float]
+    shown: int = 0
+    """Tokens that steps have produced so far."""
+
+
+class FakeEngine:
+    """Without `answer` it is a model that knows nothing: every token has the same probability (greedy takes token 0).
+
+    With a `model`, weights are checked against its parameters and copied into it; without, any weights are taken and the vocabulary
+    has `vocabulary` tokens. `deterministic` and `device` are those of other engines and change nothing here."""
+
+    name: str = "fake"
+    sampling_kind: Literal["counter", "seeded"] = "counter"
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        deterministic: bool = True,
+        device: torch.device | str = "cpu",
+        vocabulary: int = 64,
+        answer: Answer | None = None,
+    ) -> None:
+        del deterministic, device
+        self._parameters = ParameterTable(model) if model is not None else None
+        self._vocabulary = int(model.config.vocab_size) if model is not None else vocabulary  # type: ignore[union-attr, arg-type]
+        self._slots = slots
+        self._max_prompt, self._max_response = max_prompt_tokens, max_response_tokens
+        self._answer = answer or self._knows_nothing
+        self._running: dict[tuple[int, int], _Running] = {}
+        """Insertion order is the order of service: the first `slots` run, the others wait."""
+        self._version = -1
+
+    def _knows_nothing(self, request: Request, sampling: Sampling) -> tuple[list[int], list[float]]:
+        numbers = uniforms(sampling.seed, [request.id[0]], [request.id[1]], sampling.max_new_tokens)[0]
+        tokens = [int(number * self._vocabulary) if sampling.temperature else 0 for number in numbers]
+        return tokens, [-math.log(self._vocabulary)] * len(tokens)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._running)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        check_load(version, holds=self._version, unfinished=len(self._running))
+        self._version = -1
+        if self._parameters is not None:
+            self._parameters.load(weights)
+        self._version = version
+
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        check_requests(
+            requests,
+            sampling,
+            held=self._running,
+            vocabulary=self._vocabulary,
+            max_prompt_tokens=self._max_prompt,
+            max_response_tokens=self._max_response,
+            context=self._max_prompt + self._max_response,
+        )
+        self._running.update({request.id: self._start(request, sampling) for request in requests})
+
+    def _start(self, request: Request, sampling: Sampling) -> _Running:
+        tokens, logprobs = self._answer(request, sampling)
+        ends = [position for position, token in enumerate(tokens) if token in sampling.stop_token_ids]
+        length = min([end + 1 for end in ends[:1]] + [sampling.max_new_tokens])
+        if len(tokens) != len(logprobs) or len(tokens) < length:
+            raise ValueError(
+                f"canned answer to {request.id} has {len(tokens)} tokens and {len(logprobs)} log-probabilities; it needs a "
+                f"log-probability each, and a stop token or {sampling.max_new_tokens} tokens"
+            )
+        return _Running(request=request, sampling=sampling, tokens=list(tokens[:length]), logprobs=list(logprobs[:length]))
+
+    def step(self) -> list[Completion]:
+        if self._version < 0:
+            raise StaleWeights(where=f"rollout engine {self.name!r}", holds=self._version, asked=0)
+        active = list(self._running.values())[: self._slots]
+        for running in active:
+            running.shown += 1
+        return [self._end(running) for running in active if running.shown == len(running.tokens)]
+
+    def _end(self, running: _Running, reason: Literal["abort"] | None = None) -> Completion:
+        del self._running[running.request.id]
+        stopped = running.tokens[-1] in running.sampling.stop_token_ids
+        return Completion(
+            id=running.request.id,
+            token_ids=running.tokens[: running.shown],
+            logprobs=running.logprobs[: running.shown],
+            finish_reason=reason or ("stop" if stopped else "length"),
+            weight_version=self._version,
+        )
+
+    def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
+        chosen = set(self._running if ids is None else ids)
+        return [self._end(running, "abort") for id, running in list(self._running.items()) if id in chosen]

@@ -1,0 +1,107 @@
+"""Tiny random models of several architectures, and the helpers that the rollout tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rolemesh.protocols.engine import Completion, Request, RolloutEngine, Sampling
+
+VOCABULARY = 61
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_COMMON),
+    "llama_biases": lambda: LlamaConfig(**_COMMON, attention_bias=True, mlp_bias=True),
+    "llama_scaled_rope": lambda: LlamaConfig(**_COMMON, rope_parameters=_LLAMA3_ROPE),
+    "llama_wide_heads": lambda: LlamaConfig(**{**_COMMON, "num_key_value_heads": 4}, head_dim=16),
+    "qwen2": lambda: Qwen2Config(**_COMMON),
+    "qwen3_tied": lambda: Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    ),
+    "mistral_sliding": lambda: MistralConfig(**_COMMON, sliding_window=8),
+    "qwen2_sliding": lambda: Qwen2Config(**_COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "llama_dynamic_rope": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+}
+FAST = ("llama", "llama_biases", "llama_scaled_rope", "llama_wide_heads", "qwen2", "qwen3_tied")
+GENERIC = ("gpt2", "mistral_sliding", "qwen2_sliding", "llama_dynamic_rope")
+
+
+def make_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Every parameter is random, norms and biases too, and large enough that distributions are far from flat."""
+    config = CONFIGS[kind]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            base = 1.0 if "norm" in name or "ln_" in name else 0.0
+            torch.nn.init.normal_(parameter.data, base if name.endswith("weight") else 0.0, 0.25)
+    return model
+
+
+def sampling(**changes: Any) -> Sampling:
+    settings: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": (), "seed": 7}
+    return Sampling(**{**settings, **changes})
+
+
+def make_requests(prompts: int, samples: int = 1, longest: int = 9, seed: int = 3) -> list[Request]:
+    """Random prompts of 1 to `longest` tokens; the answers to one prompt follow each other."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (prompts,), generator=generator).tolist()
+    ids = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(id=(draw, sample), prompt_ids=ids[draw]) for draw in range(prompts) for sample in range(samples)]
+
+
+def drain(engine: RolloutEngine) -> list[Completion]:
+    """Step until nothing is left."""
+    done: list[Completion] = []
+    for _ in range(10_000):
+        if not engine.unfinished:
+            return done
+        done += engine.step()
+    raise AssertionError(f"{engine.unfinished} requests are still unfinished")
+
+
+def generate(engine: RolloutEngine, requests: Iterable[Request], settings: Sampling) -> dict[tuple[int, int], Completion]:
+    engine.add(list(requests), settings)
+    return {completion.id: completion for completion in drain(engine)}
+
+
+@torch.no_grad()
+def forward_logprobs(model: PreTrainedModel, prompt: Iterable[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """What a trainer computes: one plain forward over prompt and answer, log-softmax after temperature."""
+    prompt = list(prompt)
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float() / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]

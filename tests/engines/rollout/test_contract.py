@@ -1,0 +1,243 @@
+"""The contract of `protocols/engine.py`, on every engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_models import VOCABULARY, drain, generate, make_model, make_requests, sampling
+
+from rolemesh.engines.rollout import create_engine
+from rolemesh.errors import ConfigError, StaleWeights
+from rolemesh.protocols.engine import Request
+
+ENGINES = {
+    "fake": ("fake", "llama", False),
+    "fast": ("builtin", "llama", False),
+    "fast_deterministic": ("builtin", "qwen3_tied", True),
+    "generic": ("builtin", "gpt2", False),
+    "generic_deterministic": ("builtin", "gpt2", True),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def make(request):
+    """A function that makes an engine without weights, and the model whose weights fit it."""
+    name, kind, deterministic = ENGINES[request.param]
+
+    def make_engine(slots=4, max_prompt_tokens=9, max_response_tokens=12, **changes):
+        model = make_model(kind, **changes)
+        engine = create_engine(
+            name,
+            make_model(kind, seed=99, **changes),
+            slots=slots,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            deterministic=deterministic,
+            device="cpu",
+        )
+        return engine, model
+
+    return make_engine
+
+
+@pytest.fixture
+def loaded(make):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 3)
+    return engine
+
+
+def test_every_request_is_answered_once_and_completely(loaded):
+    requests = make_requests(7, samples=3)
+    loaded.add(requests[:10], sampling())
+    loaded.add(requests[10:], sampling())
+    assert loaded.unfinished == 21
+    done = drain(loaded)
+    assert sorted(completion.id for completion in done) == sorted(request.id for request in requests)
+    for completion in done:
+        assert len(completion.token_ids) == len(completion.logprobs) == 12
+        assert all(0 <= token < VOCABULARY for token in completion.token_ids)
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+        assert completion.finish_reason == "length"
+        assert completion.weight_version == 3
+    assert loaded.unfinished == 0
+    assert loaded.step() == []
+
+
+def test_F18_the_sampled_end_token_is_in_ids_and_logprobs(loaded):
+    stops = tuple(range(0, VOCABULARY, 9))
+    done = generate(loaded, make_requests(12, samples=2), sampling(stop_token_ids=stops))
+    assert {completion.finish_reason for completion in done.values()} == {"stop", "length"}
+    for completion in done.values():
+        assert len(completion.token_ids) == len(completion.logprobs)
+        assert not set(completion.token_ids[:-1]) & set(stops)
+        assert (completion.token_ids[-1] in stops) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 12
+
+
+def test_answers_end_at_their_own_limit(loaded):
+    loaded.add([Request(id=(0, 0), prompt_ids=[1, 2])], sampling(max_new_tokens=1))
+    loaded.add([Request(id=(1, 0), prompt_ids=[1, 2])], sampling(max_new_tokens=5))
+    lengths = {completion.id[0]: len(completion.token_ids) for completion in drain(loaded)}
+    assert lengths == {0: 1, 1: 5}
+
+
+def test_F11_answers_to_one_prompt_differ(loaded):
+    done = generate(loaded, make_requests(1, samples=8), sampling())
+    assert len({tuple(completion.token_ids) for completion in done.values()}) == 8
+
+
+def test_the_seed_decides_the_answers(loaded):
+    requests = make_requests(3)
+    first, same, other = (generate(loaded, requests, sampling(seed=seed)) for seed in (1, 1, 2**63))
+    assert {id: completion.token_ids for id, completion in first.items()} == {id: c.token_ids for id, c in same.items()}
+    assert all(first[id].token_ids != other[id].token_ids for id in first)
+
+
+def test_greedy_answers_do_not_depend_on_seed_or_sample(loaded):
+    done = generate(loaded, make_requests(1, samples=3), sampling(temperature=0.0, seed=1))
+    done |= generate(loaded, [Request(id=(5, 9), prompt_ids=make_requests(1)[0].prompt_ids)], sampling(temperature=0.0, seed=2))
+    assert len({tuple(completion.token_ids) for completion in done.values()}) == 1
+
+
+def test_nothing_is_generated_before_the_first_weights(make):
+    engine, model = make()
+    assert engine.weight_version == -1
+    engine.add(make_requests(2), sampling())
+    with pytest.raises(StaleWeights, match="holds weight version -1"):
+        engine.step()
+    engine.load_weights(model.named_parameters(), 0)  # waiting requests do not stand in the way of the first version
+    assert len(drain(engine)) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda weights: weights[:-1], "lack"),
+        (lambda weights: [*weights, ("model.extra.weight", torch.zeros(2))], "no parameter 'model.extra.weight'"),
+        (lambda weights: [*weights, weights[0]], "twice"),
+        (lambda weights: [(weights[0][0], weights[0][1][:-1]), *weights[1:]], "shape"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_the_engine_refusing(make, damage, message):
+    engine, model = make()
+    weights = list(model.named_parameters())
+    engine.load_weights(weights, 0)
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(damage(weights), 1)
+    assert engine.weight_version == -1
+    engine.add(make_requests(1), sampling())
+    with pytest.raises(StaleWeights):
+        engine.step()
+    engine.load_weights(weights, 2)
+    assert [completion.weight_version for completion in drain(engine)] == [2]
+
+
+def test_weights_that_stop_coming_leave_the_engine_refusing(make):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 0)
+
+    def broken():
+        yield next(iter(model.named_parameters()))
+        raise ConnectionError("the publisher is gone")
+
+    with pytest.raises(ConnectionError):
+        engine.load_weights(broken(), 1)
+    assert engine.weight_version == -1
+
+
+def test_F05_weights_do_not_change_under_running_requests(make):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 0)
+    engine.add(make_requests(6), sampling())
+    engine.step()
+    with pytest.raises(ValueError, match="6 requests of weight version 0 are unfinished"):
+        engine.load_weights(model.named_parameters(), 1)
+    assert engine.weight_version == 0
+    assert {completion.weight_version for completion in drain(engine)} == {0}
+    engine.load_weights(model.named_parameters(), 1)
+    assert engine.weight_version == 1
+
+
+def test_negative_versions_are_refused(loaded):
+    with pytest.raises(ValueError, match="at least 0"):
+        loaded.load_weights([], -1)
+    assert loaded.weight_version == 3
+
+
+def test_abort_returns_what_there_is(loaded):
+    loaded.add(make_requests(6), sampling())
+    for _ in range(4):
+        assert loaded.step() == []
+    ended = {completion.id: completion for completion in loaded.abort([(0, 0), (5, 0), (77, 0)])}
+    assert set(ended) == {(0, 0), (5, 0)}  # an id that is not held is passed over
+    assert {completion.finish_reason for completion in ended.values()} == {"abort"}
+    assert all(len(completion.token_ids) == len(completion.logprobs) for completion in ended.values())
+    rest = loaded.abort()
+    assert sorted(completion.id[0] for completion in rest) == [1, 2, 3, 4]
+    tokens = sorted(len(completion.token_ids) for completion in [*ended.values(), *rest])
+    assert tokens[:2] == [0, 0]  # four slots: two of the six requests never ran or had only begun
+    assert tokens[-1] >= 1
+    assert loaded.unfinished == 0
+    assert loaded.step() == []
+
+
+def test_the_others_go_on_after_an_abort(loaded):
+    requests = make_requests(4)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests, sampling())
+    for _ in range(3):
+        loaded.step()
+    loaded.abort([(0, 0), (2, 0)])
+    rest = {completion.id: completion for completion in drain(loaded)}
+    assert {id: completion.token_ids for id, completion in rest.items()} == {id: expected[id].token_ids for id in [(1, 0), (3, 0)]}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(id=(1, 0), prompt_ids=[]), "1 to 9 tokens"),
+        (Request(id=(1, 0), prompt_ids=[1] * 10), "1 to 9 tokens.*got 10"),
+        (Request(id=(1, 0), prompt_ids=[VOCABULARY]), "token ids"),
+        (Request(id=(1, 0), prompt_ids=[-1]), "token ids"),
+        (Request(id=(0, 0), prompt_ids=[1]), "already"),
+        (Request(id=(-1, 0), prompt_ids=[1]), "draw"),
+        (Request(id=(1, 2**32), prompt_ids=[1]), "sample"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_up_front(loaded, request_, message):
+    good = Request(id=(0, 0), prompt_ids=[1, 2])
+    with pytest.raises(ValueError, match=message):
+        loaded.add([good, request_], sampling())
+    assert loaded.unfinished == 0
+    loaded.add([good], sampling())
+    with pytest.raises(ValueError, match=r"\(0, 0\) is already in the engine"):
+        loaded.add([good], sampling())
+    assert len(drain(loaded)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 13}, "max_new_tokens.*12"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop_token_ids": (VOCABULARY,)}, "stop token ids"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused_up_front(loaded, settings, message):
+    with pytest.raises(ValueError, match=message):
+        loaded.add(make_requests(1), sampling(**settings))
+    assert loaded.unfinished == 0
+
+
+def test_engines_are_found_by_name_or_import_path():
+    settings = {"slots": 1, "max_prompt_tokens": 2, "max_response_tokens": 2}
+    assert create_engine("rolemesh.engines.rollout.fake:FakeEngine", None, **settings).name == "fake"
+    with pytest.raises(ConfigError, match=r"rollout.engine.*Did you mean 'builtin'"):
+        create_engine("buildin", None, **settings)
