@@ -157,6 +157,8 @@ class WorkerError(RolemeshError):
     def message(cls, **fields: Any) -> str:
         where = f"{fields['group']} rank {fields['rank']} (node {fields['node']}, pid {fields['pid']}) in {fields['method']}()"
         lines = [f"{where}: {fields['original_type']}: {fields['original_message']}"]
+        if fields.get("log_path") and not fields.get("log_tail"):
+            lines.append(f"log: {fields['log_path']}")
         if fields.get("log_tail"):
             lines += [f"last lines of {fields['log_path']}:", *(f"  {line}" for line in str(fields["log_tail"]).splitlines())]
         return "\n".join(lines)

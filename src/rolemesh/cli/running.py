@@ -10,8 +10,7 @@ from pathlib import Path
 import typer
 
 from rolemesh.cli.options import recipe_and_overrides
-from rolemesh.config import check_config, load_config
-from rolemesh.config.schema import Config
+from rolemesh.config import load_config
 from rolemesh.errors import ConfigError
 from rolemesh.observe import RunDirectory, find_run
 from rolemesh.observe.console import TrainingDisplay
@@ -26,22 +25,14 @@ def _prepare_process() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _checked(recipe: str | None, overrides: list[str]) -> Config:
-    config = load_config(recipe, overrides)
-    problems = check_config(config)
-    if problems:
-        raise ConfigError(problems=problems)
-    return config
-
-
 def train(arguments: list[str], resume: str | None) -> None:
     """See `rolemesh train --help`."""
     directory = None
     if resume is None:
-        config = _checked(*recipe_and_overrides(arguments))
+        config = load_config(*recipe_and_overrides(arguments))
     else:
         directory = _find(resume)
-        config = _checked(str(directory.config), arguments)
+        config = load_config(str(directory.config), arguments)
     _prepare_process()
     from rolemesh.training.launch import run_training
 
@@ -54,7 +45,7 @@ def _find(run: str, runs_dir: Path = Path("runs")) -> RunDirectory:
 
 def sft(arguments: list[str]) -> None:
     """See `rolemesh sft --help`."""
-    config = _checked(*recipe_and_overrides(arguments))
+    config = load_config(*recipe_and_overrides(arguments))
     if config.sft is None:
         raise ConfigError.one("sft", "the recipe must have a section `sft`", "none", "Add `sft: {steps: 200}`")
     _prepare_process()
@@ -67,10 +58,10 @@ def sft(arguments: list[str]) -> None:
 def evaluate(arguments: list[str], run: str | None, *, as_json: bool) -> None:
     """See `rolemesh eval --help`."""
     if run is None:
-        config = _checked(*recipe_and_overrides(arguments))
+        config = load_config(*recipe_and_overrides(arguments))
     else:
         directory = _find(run)
-        config = _checked(str(directory.config), [f"model.path={_model_of(directory)}", *arguments])
+        config = load_config(str(directory.config), [f"model.path={_model_of(directory)}", *arguments])
     _prepare_process()
     from rolemesh.training.tasks import run_evaluation
 
@@ -85,7 +76,7 @@ def evaluate(arguments: list[str], run: str | None, *, as_json: bool) -> None:
 def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: Path) -> None:
     """See `rolemesh generate --help`."""
     directory = find_run(runs_dir, run)
-    config = _checked(str(directory.config), [f"model.path={_model_of(directory)}", "backend=local"])
+    config = load_config(str(directory.config), [f"model.path={_model_of(directory)}", "backend=local"])
     _prepare_process()
     from rolemesh.training.tasks import run_generation
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from rolemesh.algorithms import ALGORITHMS
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptStream, open_prompts
+from rolemesh.engines.rollout import ENGINES
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import load_config, load_tokenizer
+from rolemesh.observe.sinks import BUILTIN_SINKS
 from rolemesh.plan import Inventory, Plan, build_plan
-from rolemesh.rewards import check_rewards
+from rolemesh.rewards import REWARDS, check_rewards
 from rolemesh.roles import worker_class
 
 if TYPE_CHECKING:
@@ -32,30 +36,44 @@ class Prepared:
     eval_set: EvalSet
 
 
-def prepare(config: Config, inventory: Inventory) -> Prepared:
-    """Check everything. Raises ConfigError with all problems of config, model, data and rewards, then ResourceError with the plan's."""
-    problems = list(check_config(config))
-    if not problems:
-        _collect(problems, lambda: load_config(config.model))
-        tokenizer = _collect(problems, lambda: load_tokenizer(config.model))
-        opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
-        sources = opened[0].source.summary() if opened is not None else None
-        _collect(problems, lambda: check_rewards(config.reward, sources))
-        for role in config.roles:
-            _collect(problems, lambda role=role: worker_class(role, config))  # type: ignore[misc]
+def prepare(config: Config, inventory: Inventory, *, training: bool = True) -> Prepared:
+    """Check everything. Raises ConfigError with all problems of config, model, data, rewards and plan, or ResourceError when only the
+    plan has some. `training` off allows what only evaluation may do (temperature 0, for one)."""
+    problems = list(check_config(config, training=training, builtins=_builtin_names()))
+    tokenizer = _collect(problems, lambda: load_tokenizer(config.model))
+    _collect(problems, lambda: load_config(config.model))
+    opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
+    sources = opened[0].source.summary() if opened is not None else None
+    _collect(problems, lambda: check_rewards(config.reward, sources))
+    for role in config.roles:
+        _collect(problems, partial(worker_class, role, config))
+    placed = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
+    plan = build_plan(config, inventory) if placed else None
     if problems:
-        raise ConfigError(problems=problems)
+        raise ConfigError(problems=[*problems, *(plan.problems if plan is not None else ())])
     assert tokenizer is not None
     assert opened is not None
-    plan = build_plan(config, inventory)
+    assert plan is not None
     if plan.problems:
         raise ResourceError(problems=plan.problems)
     return Prepared(config=config, plan=plan, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1])
 
 
+def _builtin_names() -> dict[str, list[str]]:
+    """Names that options may take, by option."""
+    return {
+        "reward.name": list(REWARDS),
+        "algorithm.name": list(ALGORITHMS),
+        "rollout.engine": list(ENGINES),
+        "trainer.sinks": list(BUILTIN_SINKS),
+    }
+
+
 def _collect(problems: list[Problem], check: Callable[[], T]) -> T | None:
+    """Run a check; its problems are added unless one of the same subject is there already."""
     try:
         return check()
     except ConfigError as error:
-        problems.extend(error.problems)
+        known = {problem.subject for problem in problems}
+        problems.extend(problem for problem in error.problems if problem.subject not in known)
         return None

@@ -40,7 +40,7 @@ def run_sft(config: Config, display: Display) -> Path:
 
 def run_evaluation(config: Config) -> dict[str, float]:
     """Held-out accuracy of the config's model."""
-    prepared = prepare(config, local_inventory())
+    prepared = prepare(config, local_inventory(), training=False)
     backend = backend_for(config)
 
     async def main() -> dict[str, float]:
@@ -56,7 +56,7 @@ def run_evaluation(config: Config) -> dict[str, float]:
 
 def run_generation(config: Config, prompts: Sequence[str], temperature: float) -> list[str]:
     """Answers to prompts, in their order. Prompts go through the recipe's template."""
-    prepared = prepare(config, local_inventory())
+    prepared = prepare(config, local_inventory(), training=False)
     backend = backend_for(config)
     ids = [encode_prompt(prepared.tokenizer, config.data.prompt_template.format(prompt=text), chat=config.data.chat) for text in prompts]
 
