@@ -1,0 +1,112 @@
+"""The command line as a user meets it: exit codes, messages without traceback, light commands that stay light."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolemesh.observe import RunDirectory
+
+
+def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rolemesh.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=150)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["plan", "--nodes", "2x8", "--json"], ["train", "--help"]])
+def test_help_and_plan_load_neither_torch_nor_ray(tmp_path: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        f"sys.argv = ['rolemesh', *{arguments!r}]\n"
+        "from rolemesh.cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_plan_json_has_the_promised_shape(tmp_path: Path) -> None:
+    done = rolemesh(tmp_path, "plan", "pools.main={nodes: [2, 2], gpus: 1}", "--nodes", "2x2", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert {"pools", "workers", "memory", "problems"} <= set(plan)
+    actors = [worker for worker in plan["workers"] if worker["role"] == "actor"]
+    assert [worker["rank"] for worker in actors] == [0, 1, 2, 3]
+    assert len({worker["node"] for worker in actors[:2]}) == 1
+    assert set(actors[0]) >= {"role", "rank", "pool", "node", "slot", "cpus", "gpus"}
+
+
+def test_an_infeasible_plan_exits_with_3_and_names_pool_and_resource(tmp_path: Path) -> None:
+    for command in (["plan"], ["train"]):
+        done = rolemesh(tmp_path, *command, "pools.main.nodes=[4000]")
+        assert done.returncode == 3, done.stdout + done.stderr
+        assert "main" in done.stdout + done.stderr
+        assert "CPU" in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_all_config_problems_come_in_one_go_with_exit_code_2(tmp_path: Path) -> None:
+    done = rolemesh(
+        tmp_path, "train", "algorithm.group_size=1", "rollout.temperature=0", "model.path=nowhere", "data.train=none.jsonl",
+        "trainer.minibatches=5", "reward=[{name: exat}]", "pools.main.nodes=[64]",
+    )  # fmt: skip
+    assert done.returncode == 2
+    for subject in ("algorithm.group_size", "rollout.temperature", "model.path", "data.train", "trainer.minibatches", "reward.0.name"):
+        assert subject in done.stderr
+    assert "Did you mean 'exact'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists(), "nothing has started"
+
+
+def test_an_unknown_key_is_named_with_its_place_and_the_nearest_one(tmp_path: Path) -> None:
+    done = rolemesh(tmp_path, "train", "trainer.step=5")
+    assert done.returncode == 2
+    assert "trainer.step" in done.stderr
+    assert "trainer.steps" in done.stderr
+
+
+def test_C17_a_tokenizer_without_pad_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    from rolemesh.config import BUILTIN_MODELS
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in BUILTIN_MODELS["tiny"].iterdir():
+        if path.suffix == ".json":
+            text = path.read_text()
+            if path.name == "tokenizer_config.json":
+                text = json.dumps({key: value for key, value in json.loads(text).items() if key != "pad_token"})
+            (model / path.name).write_text(text)
+    done = rolemesh(tmp_path, "train", "model.path=model")
+    assert done.returncode == 2
+    assert "pad" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_that_is_empty_after_filters_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": "1 + 1 = " * 200, "answer": "2"}) for _ in range(4)))
+    done = rolemesh(tmp_path, "train", "data.train=data.jsonl", "data.options={}", "data.overlong=drop", "reward=[{name: exact}]")
+    assert done.returncode == 2, done.stderr
+    assert "overlong" in done.stderr
+
+
+def test_init_writes_a_recipe_that_plans_and_refuses_to_overwrite(tmp_path: Path) -> None:
+    done = rolemesh(tmp_path, "init", "mine")
+    assert done.returncode == 0
+    assert rolemesh(tmp_path / "mine", "plan", "recipe.yaml").returncode == 0
+    again = rolemesh(tmp_path, "init", "mine")
+    assert again.returncode == 2
+    assert "recipe.yaml" in again.stderr
+
+
+def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "gone")
+    run.write_status({"run": run.name, "state": "running", "pid": 2**22 + 1, "step": 3, "steps": 9, "phase": "step", "workers": []})
+    done = rolemesh(tmp_path, "status", "--json")
+    assert json.loads(done.stdout)["state"] == "dead"
+    assert "step 3 of 9" in rolemesh(tmp_path, "status", run.name).stdout
+    assert rolemesh(tmp_path, "status", "nothing").returncode == 2
