@@ -9,6 +9,7 @@ from train_support import AGGREGATIONS, VOCABULARY, algorithm, batch, engine, la
 from rolemesh.batch import Batch
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.observe import Metrics
+from rolemesh.protocols.algorithm import TokenBatch
 
 
 def gradients(data: Batch, mode: str = "token_mean", **options) -> dict[str, torch.Tensor]:
@@ -179,6 +180,22 @@ def test_mini_batch_without_a_weight_is_left_out_and_counted(rows: int):
     assert found["actor/steps_skipped_empty"] == 1
     assert trainer.step == 1
     assert equal(before, weights_of(trainer))
+
+
+def test_update_that_raised_leaves_nothing_behind_in_the_next():
+    def failing(tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
+        if len(calls) == 1:
+            raise RuntimeError("second micro-batch")
+        calls.append(tokens)
+        return algorithm().loss(tokens, metrics)
+
+    calls: list[TokenBatch] = []
+    trainer, untouched = engine(rows=2), engine(rows=2)
+    with pytest.raises(RuntimeError, match="second micro-batch"):
+        trainer.update(batch(), failing, temperature=1.0, metrics=Metrics())
+    update(trainer, batch())
+    update(untouched, batch())
+    assert equal(weights_of(trainer), weights_of(untouched))
 
 
 def test_updates_lower_the_loss():

@@ -106,9 +106,7 @@ class TrainEngine:
     def compute_gradients(self, batch: Batch, loss_fn: LossFunction, *, temperature: float, metrics: Metrics) -> dict[str, torch.Tensor]:
         """Gradient of the mini-batch over all workers by parameter name, before clipping, as copies; nothing is changed."""
         self._accumulate(batch, loss_fn, temperature, metrics, policy=True)
-        found = {name: parameter.grad.clone() for name, parameter in self._parameters.items() if parameter.grad is not None}
-        self._gradients.zero()
-        return found
+        return {name: parameter.grad.clone() for name, parameter in self._parameters.items() if parameter.grad is not None}
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """Start again at step 0 with other settings and without moments; the weights stay."""
@@ -139,7 +137,7 @@ class TrainEngine:
         return [rows[chunk].tolist() for chunk in token_chunks(batch.token_counts[rows], self._micro_batch_tokens)]
 
     def _apply(self, metrics: Metrics, prefix: str) -> None:
-        """Clip, step, zero; or leave the step out. Numbers that are equal on all workers are recorded by the first alone."""
+        """Clip and step, or leave the step out. Numbers that are equal on all workers are recorded by the first alone."""
         norm, loss, trained = self._gradients.norm(), self._gradients.loss, self._gradients.trained_tokens
         # the loss too: a clamp stops the gradient of a nan, which would leave the norm finite and the fault unseen
         finite, empty = math.isfinite(norm) and math.isfinite(loss), trained == 0
@@ -150,7 +148,6 @@ class TrainEngine:
             logger.warning("optimizer step %d left out: no token of the mini-batch has a weight", self.step)
         else:
             self._step(norm, learning_rate)
-        self._gradients.zero()
         if self.process_group is None or self.process_group.rank() == 0:
             metrics.sum(f"{prefix}/steps_skipped_nonfinite", not finite)
             metrics.sum(f"{prefix}/steps_skipped_empty", finite and empty)
@@ -205,7 +202,6 @@ class TrainEngine:
         self._optimizer.state.clear()
         for name, entry in state["optimizer"].items():
             self._optimizer.state[self._parameters[name]] = {key: value.to(self._device, copy=True) for key, value in entry.items()}
-        self._gradients.zero()
         self.step = int(state["step"])
 
     def check_replicas(self) -> None:
