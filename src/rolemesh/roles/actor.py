@@ -66,6 +66,7 @@ class ActorWorker(Worker):
             optimizer=self._policy_optimizer(),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             compute_dtype=getattr(torch, config.dtype),
+            device=self.context.device,
         )
 
     def _policy_optimizer(self) -> OptimizerSettings:

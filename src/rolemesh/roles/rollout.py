@@ -35,11 +35,12 @@ class RolloutWorker(Worker):
         self.stop = stop_token_ids(self.tokenizer, config.model)
         self.engine = create_engine(
             config.rollout.engine,
-            load_model(config.model, seed=config.seed),
+            load_model(config.model, seed=config.seed, device=self.context.device),
             slots=config.rollout.slots,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.data.max_response_tokens,
             deterministic=config.deterministic,
+            device=self.context.device,
         )
 
     @register(dispatch="all", mutates=True)

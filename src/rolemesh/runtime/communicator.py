@@ -32,13 +32,21 @@ class Rendezvous:
 
 
 class Communicator:
-    """One rank's end of a process group over gloo (CPU).
+    """One rank's end of a process group: gloo for a worker on the CPU, NCCL for one on a GPU.
 
     `deadline` bounds forming it, `timeout` each collective, both in seconds. Raises DeadlineExceeded when the ranks do not meet.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, *, rank: int, world_size: int, deadline: float, timeout: float, store: TCPStore | None = None
+        self,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        world_size: int,
+        deadline: float,
+        timeout: float,
+        device: str = "cpu",
+        store: TCPStore | None = None,
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -51,8 +59,12 @@ class Communicator:
             self._store = store or TCPStore(rendezvous.address, rendezvous.port, world_size, is_master=False, timeout=wait)
             scoped = PrefixStore(f"generation-{rendezvous.generation}", self._store)
             scoped.set_timeout(wait)
-            self.group: ProcessGroup = _form_gloo(scoped, rank, world_size, rendezvous.address, timeout)
-            self.group.allreduce([torch.ones(1)]).wait(wait)  # opens every connection, so that cut() knows them all
+            self.group: ProcessGroup = (
+                _form_gloo(scoped, rank, world_size, rendezvous.address, timeout)
+                if device == "cpu"
+                else _form_nccl(scoped, rank, world_size, timeout)
+            )
+            self.group.allreduce([torch.ones(1, device=device)]).wait(wait)  # opens every connection, so that cut() knows them all
         except (dist.DistError, RuntimeError) as error:
             raise DeadlineExceeded(waiter=f"rank {rank}", subject=subject, seconds=deadline, last_report=str(error)) from error
         self.rank, self.world_size = rank, world_size
@@ -93,6 +105,15 @@ def _form_gloo(store: Store, rank: int, world_size: int, address: str, timeout: 
     device = ProcessGroupGloo.create_device(hostname=address) if loopback else ProcessGroupGloo.create_default_device()
     options._devices = [device]
     group: ProcessGroup = ProcessGroupGloo(store, rank, world_size, options)  # type: ignore[assignment]
+    return group
+
+
+def _form_nccl(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:
+    from torch._C import _distributed_c10d
+
+    options = _distributed_c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    group: ProcessGroup = _distributed_c10d.ProcessGroupNCCL(store, rank, world_size, options)  # type: ignore[assignment]
     return group
 
 

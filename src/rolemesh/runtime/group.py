@@ -132,6 +132,7 @@ class WorkerGroup:
             node=process.node,
             address=process.address,
             process=process.spec.name,
+            gpus=self.pool.bundles[member.bundle].gpus,
             run_dir=self.run_dir,
         )
 

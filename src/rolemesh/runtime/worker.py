@@ -80,10 +80,16 @@ class WorkerContext:
     node: str
     address: str
     process: str = ""
+    gpus: int = 0
     master_address: str = ""
     master_port: int = 0
     generation: int = 0
     run_dir: str = ""
+
+    @property
+    def device(self) -> str:
+        """Where this worker computes: the one place that decides it. The index counts the visible devices, never the machine's."""
+        return "cuda:0" if self.gpus else "cpu"
 
     def env(self) -> dict[str, str]:
         """The standard variables (torchrun's names) of this worker; the host sets them whenever one of its methods runs."""
@@ -148,7 +154,13 @@ class Worker:
         self.context = self.context.joined(rendezvous)
         store = getattr(self, "_store", None) if self.context.rank == 0 else None
         self.communicator = Communicator(
-            rendezvous, rank=self.context.rank, world_size=self.context.world_size, deadline=deadline, timeout=timeout, store=store
+            rendezvous,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            device=self.context.device,
+            deadline=deadline,
+            timeout=timeout,
+            store=store,
         )
         self.joined()
         return self.communicator.connections
