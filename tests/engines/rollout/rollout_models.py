@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,8 +61,13 @@ GENERIC = ("gpt2", "mistral_sliding", "qwen2_sliding", "llama_dynamic_rope")
 
 def make_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Every parameter is random, norms and biases too, and large enough that distributions are far from flat."""
+    return copy.deepcopy(_make_model(kind, seed, tuple(changes.items())))
+
+
+@functools.cache
+def _make_model(kind: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
     config = CONFIGS[kind]()
-    for key, value in changes.items():
+    for key, value in changes:
         setattr(config, key, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

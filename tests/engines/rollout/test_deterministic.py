@@ -9,7 +9,7 @@ from rollout_models import VOCABULARY, drain, make_model, make_requests, samplin
 
 from rolemesh.engines.rollout import BuiltinEngine
 
-STOPS = tuple(range(0, VOCABULARY, 9))
+STOPS = tuple(range(0, VOCABULARY, 16))
 SETTINGS = sampling(temperature=0.9, max_new_tokens=20, stop_token_ids=STOPS)
 
 

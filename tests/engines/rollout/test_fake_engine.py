@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from rollout_models import drain, generate, make_requests, sampling
+from rollout_models import drain, generate, sampling
 
 from rolemesh.engines.rollout import FakeEngine
 from rolemesh.protocols.engine import Request
@@ -18,7 +18,7 @@ def make(**settings):
 
 
 def test_without_an_answer_every_token_is_equally_likely():
-    done = generate(make(vocabulary=10), make_requests(30, seed=1, longest=1), sampling())
+    done = generate(make(vocabulary=10), [Request(id=(draw, 0), prompt_ids=[1]) for draw in range(30)], sampling())
     tokens = [token for completion in done.values() for token in completion.token_ids]
     assert set(tokens) == set(range(10))
     assert {logprob for completion in done.values() for logprob in completion.logprobs} == {-math.log(10)}
