@@ -63,22 +63,10 @@ class ActorWorker(Worker):
         config = self.config.model
         self.engine = TrainEngine(
             load_model(config.model_copy(update={"dtype": "float32"}), seed=self.config.seed),  # master weights; products in model.dtype
-            optimizer=self._policy_optimizer(),
+            optimizer=OptimizerSettings.of_trainer(self.config.trainer),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             compute_dtype=getattr(torch, config.dtype),
             device=self.context.device,
-        )
-
-    def _policy_optimizer(self) -> OptimizerSettings:
-        trainer = self.config.trainer
-        return OptimizerSettings(
-            learning_rate=trainer.learning_rate,
-            warmup_steps=trainer.warmup_steps,
-            schedule=trainer.schedule,
-            schedule_steps=trainer.schedule_steps,
-            weight_decay=trainer.weight_decay,
-            betas=trainer.betas,
-            max_grad_norm=trainer.max_grad_norm,
         )
 
     def joined(self) -> None:
@@ -133,10 +121,7 @@ class ActorWorker(Worker):
         """Use the optimizer of the `sft` section from here on."""
         sft = self.config.sft
         assert sft is not None
-        settings = OptimizerSettings(
-            learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule="linear", schedule_steps=sft.steps
-        )
-        self.engine.reset_optimizer(settings)
+        self.engine.reset_optimizer(OptimizerSettings.of_sft(sft, self.config.trainer))
 
     @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "token_weight"), mutates=True)
     def sft_update(self, batch: Batch) -> None:
@@ -146,7 +131,7 @@ class ActorWorker(Worker):
     @register(dispatch="all", mutates=True)
     def end_sft(self) -> None:
         """Back to the policy's optimizer, with fresh moments."""
-        self.engine.reset_optimizer(self._policy_optimizer())
+        self.engine.reset_optimizer(OptimizerSettings.of_trainer(self.config.trainer))
 
     # -- weights and checkpoints ---------------------------------------------------------------------------------------------
 
