@@ -198,8 +198,8 @@ class SftConfig(Section):
 class DeadlinesConfig(Section):
     """How long each kind of wait may take, in seconds. Nothing waits without one."""
 
-    create: PositiveFloat = 60.0
-    """Placing a pool and starting its processes."""
+    create: PositiveFloat = 180.0
+    """Placing a pool, starting its processes and importing the worker classes in them."""
     load: PositiveFloat = 300.0
     """Loading models in the workers."""
     join: PositiveFloat = 60.0
