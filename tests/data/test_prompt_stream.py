@@ -155,6 +155,16 @@ def test_a_generated_problem_that_is_too_long_is_refused_when_it_comes(tokenizer
         stream.draw(1)
 
 
+def test_a_limit_that_is_lowered_for_a_resumed_run_is_still_refused(tokenizer):
+    texts = [f"{index + 100}" for index in range(200)]
+    texts[150] = "1 2 3 4 5 6"
+    before, after = (stream_of(Listed(texts, generated=True), tokenizer, max_prompt_tokens=limit, shuffle=False) for limit in (8, 4))
+    drawn(before, 200)
+    after.load_state(before.state())
+    with pytest.raises(ConfigError, match="1 of 200"):
+        drawn(after, 200)
+
+
 def test_generated_problems_that_run_out_end_with_an_error(tokenizer):
     texts = [f"{index + 100}" for index in range(130)]
     exclude = set(texts[:127]) | set(texts[128:])

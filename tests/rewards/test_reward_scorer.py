@@ -137,6 +137,12 @@ def test_a_success_between_failures_keeps_the_run_going(sample):
         assert scorer.score([sample("raise", draw=draw)])[0].status == "error"
 
 
+@pytest.mark.parametrize(("response", "status"), [("none", "abstained"), ("nan", "not_finite")])
+def test_a_function_that_never_gives_a_score_but_does_not_raise_goes_on(sample, response, status):
+    outcomes = scorer_of("by_response").score([sample(response, draw=draw) for draw in range(3)])
+    assert [(outcome.reward, outcome.status) for outcome in outcomes] == [(None, status)] * 3
+
+
 def test_no_samples_are_no_failure():
     assert scorer_of("with_alarm").score([]) == []
     assert scorer_of("by_response").score_batch(batch_of(["1"]).slice(0, 0)).num_rows == 0

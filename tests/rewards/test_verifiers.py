@@ -116,6 +116,28 @@ def test_answers_that_would_take_for_ever_are_wrong_at_once(sample, bomb):
     assert math_verify(sample(rf"\boxed{{{bomb}}}", "72")) == 0.0
 
 
+def test_work_left_undone_is_no_answer(sample):
+    assert math_verify(sample(r"\boxed{\sum_{i=1}^{8} 9}", "72")) == 0.0
+    assert math_verify(sample(r"\boxed{8 \cdot 9}", "72")) == 1.0
+
+
+@pytest.mark.parametrize("reference_works", [True, False])
+def test_a_comparison_that_fails_is_wrong_only_if_the_reference_can_be_compared(sample, monkeypatch, reference_works):
+    import math_verify as library
+
+    def verify(expected, given, **options):
+        if given is expected and reference_works:
+            return True
+        raise NotImplementedError("no comparison")
+
+    monkeypatch.setattr(library, "verify", verify)
+    if reference_works:
+        assert math_verify(sample(r"\boxed{x}", "72")) == 0.0
+    else:
+        with pytest.raises(NotImplementedError):
+            math_verify(sample(r"\boxed{x}", "72"))
+
+
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", "", "9" * 300])
 def test_a_reference_that_cannot_be_compared_is_an_error_and_not_a_wrong_answer(sample, answer):
     with pytest.raises(ValueError, match="reference answer cannot be verified"):

@@ -136,10 +136,10 @@ class PromptStream:
         if self._usable is not None and not self._usable[index]:
             return None
         look = self._filter.look(self.source.problem(index))
-        if self._epoch == 0 and place >= self._counted:
+        if place >= self._counted:  # so in the first epoch only
             self._counted = place + 1
             look.count(self.report)
-            self._refuse_overlong(look.length if look.reason == OVERLONG else 0)
+        self._refuse_overlong(look.length if look.reason == OVERLONG else 0)
         return look
 
     def _check_up_front(self) -> None:
@@ -159,7 +159,7 @@ class PromptStream:
     def _refuse_overlong(self, longest: int) -> None:
         """Raise when prompts too long were found (`longest` > 0) and none may be."""
         if longest and self._config.overlong == "error":
-            count = self.report.removed[OVERLONG]
+            count = max(1, self.report.removed[OVERLONG])  # a resumed run may have a lower limit
             raise self._filter.overlong_error(self._subject, count=count, checked=self.report.checked, longest=longest)
 
     def _nothing_left(self) -> ConfigError:
