@@ -45,7 +45,8 @@ class DataConfig(Section):
     train: str = "reasoning_gym:chain_sum"
     """A `.parquet` or `.jsonl` file, or a reasoning-gym task such as `reasoning_gym:chain_sum`."""
     eval: str | None = None
-    """Held-out prompts, same forms as `train`. For reasoning-gym tasks the default is the same task with other seeds."""
+    """Held-out prompts, same forms as `train`. By default the same task with other seeds, or rows set aside of the file `train`; then at
+    most a fifth of the prompts."""
     options: dict[str, Any] = {}
     """Settings of the reasoning-gym task, for example `{min_terms: 2, max_terms: 2}`."""
     size: Positive = 100_000
