@@ -14,7 +14,6 @@ from typing import Any
 from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config
 from rolemesh.config.schema import Config
-from rolemesh.data import PromptStream, open_sft_prompts
 from rolemesh.errors import WorkerError
 from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
 from rolemesh.plan import local_inventory, plan_json
@@ -117,7 +116,7 @@ async def open_run(
         async with session:
             run = TrainingRun(
                 config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
-                prompts=prepared.prompts, sft_prompts=_sft_prompts(prepared), eval_set=prepared.eval_set,
+                prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set,
             )  # fmt: skip
             if resume:
                 await _resume(run)
@@ -145,10 +144,6 @@ def _keep_traceback(directory: RunDirectory, error: Exception) -> None:
     write_json(
         directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(directory.logs / "error.txt")}
     )
-
-
-def _sft_prompts(prepared: Prepared) -> PromptStream | None:
-    return open_sft_prompts(prepared.config, prepared.tokenizer) if prepared.config.sft is not None else None
 
 
 def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:

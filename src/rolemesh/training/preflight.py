@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rolemesh.algorithms import ALGORITHMS
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
-from rolemesh.data import EvalSet, PromptStream, open_prompts
+from rolemesh.data import EvalSet, PromptStream, open_prompts, open_sft_prompts
 from rolemesh.engines.rollout import ENGINES
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import load_config, load_tokenizer
@@ -34,6 +34,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptStream
     eval_set: EvalSet
+    sft_prompts: PromptStream | None
 
 
 def prepare(config: Config, inventory: Inventory, *, training: bool = True) -> Prepared:
@@ -43,6 +44,7 @@ def prepare(config: Config, inventory: Inventory, *, training: bool = True) -> P
     tokenizer = _collect(problems, lambda: load_tokenizer(config.model))
     _collect(problems, lambda: load_config(config.model))
     opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
+    sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer)) if opened is not None and config.sft is not None else None
     sources = opened[0].source.summary() if opened is not None else None
     _collect(problems, lambda: check_rewards(config.reward, sources))
     for role in config.roles:
@@ -56,7 +58,7 @@ def prepare(config: Config, inventory: Inventory, *, training: bool = True) -> P
     assert plan is not None
     if plan.problems:
         raise ResourceError(problems=plan.problems)
-    return Prepared(config=config, plan=plan, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1])
+    return Prepared(config=config, plan=plan, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
 
 
 def _builtin_names() -> dict[str, list[str]]:
