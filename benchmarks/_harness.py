@@ -1,0 +1,68 @@
+"""Shared by the benchmarks: what is compared runs interleaved in one process, and the last line printed is one JSON object.
+
+Compare ratios, not absolute times: machines differ, and so does one machine from hour to hour. Interleaving lets a slow minute fall on
+all rivals alike; medians keep one disturbed round from deciding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The options that all benchmarks share: `--quick` for a run of seconds whose figures say little."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a short run to see that it works")
+    return parser.parse_args()
+
+
+def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, warmups: int = 1) -> dict[str, list[float]]:
+    """Seconds of each round of each case. All cases run in each round, in turn from another one on."""
+    names = list(cases)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(-warmups, rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            start = time.perf_counter()
+            cases[name]()
+            if round_ >= 0:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
+    """Median over rounds of the ratio within a round: how many times as long the first takes as the second."""
+    return statistics.median(one / other for one, other in zip(slower, faster, strict=True))
+
+
+def finish(name: str, ratios: Mapping[str, float], packages: Sequence[str], **more: Any) -> None:
+    """Print the final JSON line."""
+    result = {
+        "name": name,
+        "ratios": {what: round(ratio, 3) for what, ratio in ratios.items()},
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "machine": _machine(),
+        **more,
+    }
+    print(json.dumps(result), flush=True)
+
+
+def _machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
