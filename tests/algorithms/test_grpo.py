@@ -184,4 +184,4 @@ def test_unknown_algorithm_is_refused_with_the_nearest_name():
 
 
 def test_names_of_the_table_are_those_of_the_classes():
-    assert {name: factory.name for name, factory in ALGORITHMS.items()} == {"grpo": "grpo"}
+    assert {name: factory.name for name, factory in ALGORITHMS.items()} == {"grpo": "grpo", "ppo": "ppo"}

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rolemesh.algorithms.losses import clipped_surrogate, kl_k1, kl_k3
+from rolemesh.algorithms.losses import clipped_surrogate, clipped_value_loss
 
 
 def surrogate(ratios: list[float], advantages: list[float], **options):
@@ -69,22 +69,36 @@ def test_extreme_ratio_keeps_the_gradient_finite():
     assert logprobs.grad.item() == 0
 
 
-def test_kl_estimates_by_hand():
-    # r = 2: k1 = -ln 2, k3 = 2 - 1 - ln 2 = 0.306853. r = 1/2: k1 = ln 2, k3 = -0.5 + ln 2 = 0.193147. r = 1: both 0.
-    new, old = torch.tensor([2.0, 0.5, 1.0]).log(), torch.zeros(3)
-    assert kl_k1(new, old).tolist() == pytest.approx([-0.693147, 0.693147, 0], abs=1e-6)
-    assert kl_k3(new, old).tolist() == pytest.approx([0.306853, 0.193147, 0], abs=1e-6)
+def value_loss(values: list[float], old: list[float], returns: list[float], clip: float | None = 0.2):
+    values_T = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    old_T, returns_T = torch.tensor(old, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
+    found = clipped_value_loss(values_T, old_T, returns_T, clip=clip)
+    found.loss.sum().backward()
+    assert values_T.grad is not None
+    return found, values_T.grad.tolist()
 
 
-def test_k3_of_rounding_noise_is_half_its_square_and_never_negative():
-    # exp(x) - 1 - x = x^2 / 2 near 0, here 5e-9; in float32 it must not round below 0.
-    noise = torch.tensor([1e-4, -1e-4, 1e-7, -1e-7])
-    found = kl_k3(noise, torch.zeros(4))
-    assert (found >= 0).all()
-    assert found[:2].tolist() == pytest.approx([5e-9, 5e-9], rel=0.01)
+def test_value_loss_and_its_gradient_by_hand():
+    # V_old 1, clip 0.2. max((V - R)^2, (V_clip - R)^2) / 2; gradient V - R where the unclipped error is the larger, else 0.
+    #  V    R   V_clip  (V-R)^2  (V_clip-R)^2  loss   gradient
+    # 1.5   2   1.2      0.25     0.64         0.32    0        moved towards the return, beyond the clip: held
+    # 1.5   1   1.2      0.25     0.04         0.125   0.5      moved away from it: pulled back
+    # 1.1   2   1.1      0.81     0.81         0.405  -0.9      within the clip
+    # 0.5   0   0.8      0.25     0.64         0.32    0
+    found, gradient = value_loss([1.5, 1.5, 1.1, 0.5], [1.0] * 4, [2.0, 1.0, 2.0, 0.0])
+    assert found.loss.tolist() == pytest.approx([0.32, 0.125, 0.405, 0.32])
+    assert gradient == pytest.approx([0, 0.5, -0.9, 0])
+    assert found.clipped.tolist() == [True, True, False, True]
 
 
-def test_k3_of_samples_estimates_the_divergence():
-    # KL between p = (0.7, 0.3) and q = (0.5, 0.5) is 0.7 ln 1.4 + 0.3 ln 0.6 = 0.082282; the mean of k3 under p is exactly that.
-    p, q = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
-    assert (p * kl_k3(q.log(), p.log())).sum().item() == pytest.approx(0.082282, abs=1e-6)
+def test_value_loss_without_a_clip_is_half_the_squared_error():
+    found, gradient = value_loss([1.5, 0.0], [1.0, 1.0], [2.0, 3.0], clip=None)
+    assert found.loss.tolist() == pytest.approx([0.125, 4.5])
+    assert gradient == pytest.approx([-0.5, -3.0])
+    assert not found.clipped.any()
+
+
+@pytest.mark.parametrize("moved", [5.0, -5.0])
+def test_D22_clip_share_looks_at_the_value_before_clipping(moved: float):
+    found, _ = value_loss([1.0 + moved, moved], [1.0, 0.0], [0.0, 0.0])
+    assert found.clipped.float().mean().item() == 1.0

@@ -1,17 +1,22 @@
 """How rewards become gradients: one algorithm a file, built from pure advantage, aggregation and loss functions.
 
-The loop calls `create_algorithm` for the controller's half (`prepare`), the actor role for its own half (`loss`).
+The loop calls `create_algorithm` for the controller's half (`prepare`, `terms`), the actor role for its own half (`loss`), and the critic
+role `create_actor_critic` for its (`estimate`, `value_loss`). The ref role needs `reference_columns` alone.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from rolemesh.algorithms.advantages import group_advantages
 from rolemesh.algorithms.aggregation import assign_minibatches, token_weights
 from rolemesh.algorithms.grpo import Grpo
+from rolemesh.algorithms.kl import REFERENCE_READS, REFERENCE_WRITES, reference_columns
+from rolemesh.algorithms.ppo import Ppo
 from rolemesh.config.schema import AlgorithmConfig, Config
-from rolemesh.protocols.algorithm import Algorithm
+from rolemesh.errors import ConfigError
+from rolemesh.names import CRITIC
+from rolemesh.protocols.algorithm import ActorCritic, Algorithm
 from rolemesh.registry import resolve
 
 
@@ -21,7 +26,7 @@ class AlgorithmFactory(Protocol):
     def __call__(self, config: AlgorithmConfig, /, *, minibatches: int) -> Algorithm: ...
 
 
-ALGORITHMS: Final[dict[str, AlgorithmFactory]] = {"grpo": Grpo}
+ALGORITHMS: Final[dict[str, AlgorithmFactory]] = {"grpo": Grpo, "ppo": Ppo}
 """Built-in algorithms by name."""
 
 
@@ -31,4 +36,30 @@ def create_algorithm(config: Config) -> Algorithm:
     return factory(config.algorithm, minibatches=config.trainer.minibatches)
 
 
-__all__ = ["ALGORITHMS", "AlgorithmFactory", "Grpo", "assign_minibatches", "create_algorithm", "group_advantages", "token_weights"]
+def create_actor_critic(config: Config) -> ActorCritic:
+    """The same where a critic works. Raises ConfigError for an algorithm that has none."""
+    algorithm = create_algorithm(config)
+    if CRITIC not in algorithm.needs:
+        raise ConfigError.one(
+            "roles.critic",
+            "the algorithm must be one with a critic",
+            f"algorithm.name={config.algorithm.name}",
+            "Take the role out, or set algorithm.name=ppo",
+        )
+    return cast(ActorCritic, algorithm)
+
+
+__all__ = [
+    "ALGORITHMS",
+    "REFERENCE_READS",
+    "REFERENCE_WRITES",
+    "AlgorithmFactory",
+    "Grpo",
+    "Ppo",
+    "assign_minibatches",
+    "create_actor_critic",
+    "create_algorithm",
+    "group_advantages",
+    "reference_columns",
+    "token_weights",
+]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO: Final = 20.0
-"""Log-ratios are cut here. Far outside any clip range, it only keeps exp() finite: an infinite ratio that the clip discards would
-still turn its gradient into 0 * inf = nan."""
+from rolemesh.algorithms.kl import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,7 @@ def clipped_surrogate(
     2025, arXiv:2503.14476, eq. 10). With `dual_clip` c > 1 the loss of a negative advantage is bounded by -c A: dual-clip PPO, Ye et
     al. 2020, arXiv:1912.09729, eq. 5.
     """
+    # cut, because an infinite ratio that the clip discards would still turn its gradient into 0 * inf = nan
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -56,16 +54,24 @@ def clipped_surrogate(
     )
 
 
-def kl_k1(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Per-token estimate -log r of KL(old || new) for tokens sampled from old, r = pi_new / pi_old: unbiased, may be negative.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """Loss of the critic at each token, and where its clip was at work."""
 
-    Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+    loss: Tensor
+    """To be minimised; carries the gradient."""
+    clipped: Tensor
+    """bool: the value has moved by more than the clip since the step began."""
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> ValueLoss:
+    """max((V - R)^2, (V_clip - R)^2) / 2 with V_clip = V_old + clamp(V - V_old, -clip, clip); without a clip (V - R)^2 / 2.
+
+    The value loss of PPO2 in OpenAI Baselines (Dhariwal et al. 2017, https://github.com/openai/baselines, ppo2/model.py).
     """
-    return old_logprobs - logprobs
-
-
-def kl_k3(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Per-token estimate (r - 1) - log r of the same: unbiased and never negative, of lower variance than k1 (same source)."""
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # expm1 keeps the few digits that exp(x) - 1 - x loses near 0, where this estimate lives; clamped against their last rounding.
-    return (torch.expm1(log_ratio) - log_ratio).clamp_min(0.0)
+    errors = (values - returns).square()
+    moved = values.detach() - old_values
+    if clip is None:
+        return ValueLoss(loss=errors / 2, clipped=torch.zeros_like(moved, dtype=torch.bool))
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return ValueLoss(loss=torch.maximum(errors, (clipped - returns).square()) / 2, clipped=moved.abs() > clip)

@@ -42,13 +42,16 @@ RAGGED_KINDS: Final[tuple[Kind, ...]] = ("tokens", "token_floats")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column: its Arrow kind, meaning, the role that writes it, and whether a row may lack a value (scalar kinds only)."""
+    """One column: its Arrow kind, meaning, the role that writes it, and whether a row may lack a value (scalar kinds only).
+
+    A whole batch may lack an `optional` column; who reads it then works without it."""
 
     name: str
     kind: Kind
     meaning: str
     producer: str
     nullable: bool = False
+    optional: bool = False
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -81,7 +84,14 @@ COLUMNS: Final[dict[str, Column]] = _declare(
         producer="rollout",
         meaning="log-probability of each sampled token in the engine, after temperature",
     ),
-    Column(name="response_length", kind="int", producer="rollout", meaning="number of tokens of response_ids"),
+    Column(
+        name="response_mask",
+        kind="tokens",
+        producer="rollout",
+        optional=True,
+        meaning="1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
+    ),
+    Column(name="response_length", kind="int", producer="rollout", meaning="number of sampled tokens of response_ids"),
     Column(name="finish_reason", kind="string", producer="rollout", meaning="stop (end token), length (cut) or abort"),
     Column(name="weight_version", kind="int", producer="rollout", meaning="version of the weights that sampled every token of the row"),
     Column(name="engine", kind="string", producer="rollout", meaning="name of the engine that sampled the row"),
@@ -99,7 +109,53 @@ COLUMNS: Final[dict[str, Column]] = _declare(
         meaning="ok, or why there is no reward: error, timeout, not_finite, abstained",
     ),
     Column(
-        name="advantage", kind="float", producer="algorithm", meaning="advantage of every response token of the row (outcome algorithms)"
+        name="ref_logprobs",
+        kind="token_floats",
+        producer="ref",
+        meaning="log-probability of each response token under the reference model, after temperature",
+    ),
+    Column(
+        name="kl",
+        kind="float",
+        producer="ref",
+        meaning="estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats",
+    ),
+    Column(
+        name="values",
+        kind="token_floats",
+        producer="critic",
+        meaning="the critic's value of the state before each response token is sampled, at the start of the step",
+    ),
+    Column(
+        name="advantages",
+        kind="token_floats",
+        producer="algorithm",
+        meaning="advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
+    ),
+    Column(
+        name="returns",
+        kind="token_floats",
+        producer="algorithm",
+        meaning="what the value of each response token should have been; 0 for tokens that are not trained",
+    ),
+    Column(
+        name="advantage",
+        kind="float",
+        producer="algorithm",
+        meaning="advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens",
+    ),
+    Column(
+        name="advantage_spread",
+        kind="float",
+        producer="algorithm",
+        meaning="sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`",
+    ),
+    Column(name="return_mean", kind="float", producer="algorithm", meaning="mean of `returns` over the row's sampled tokens"),
+    Column(
+        name="return_spread",
+        kind="float",
+        producer="algorithm",
+        meaning="sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`",
     ),
     Column(
         name="token_weight",
@@ -134,6 +190,11 @@ def check_name(name: str) -> None:
 def is_nullable(name: str) -> bool:
     """True if a row may lack a value: null there means missing, failed or abstained."""
     return COLUMNS[name].nullable if name in COLUMNS else True
+
+
+def is_optional(name: str) -> bool:
+    """True if a batch may lack the column as a whole, and a role that reads it then does without."""
+    return name in COLUMNS and COLUMNS[name].optional
 
 
 def missing_columns(missing: Iterable[str], present: Iterable[str]) -> BatchError:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from rolemesh.config.model_files import BUILTIN_MODELS, model_folder
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REWARD, ROLLOUT
+from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.registry import is_import_path, nearest
 
 REQUIRED_ROLES: Final = (ACTOR, ROLLOUT, REWARD)
@@ -208,6 +209,13 @@ def _roles(config: Config) -> Iterator[Problem]:
                 free=str(role.cpus),
                 remedy=f"Set pools.{role.pool}.cpus instead",
             )
+        if role.processes is not None and name != REWARD:
+            yield Problem(
+                subject=f"roles.{name}.processes",
+                need=f"only {REWARD} has scoring processes",
+                free=str(role.processes),
+                remedy=f"Set roles.{REWARD}.processes instead",
+            )
         if config.backend == "local" and name in (ACTOR, CRITIC) and role.workers != "auto" and role.workers > 1:
             yield Problem(
                 subject=f"roles.{name}.workers",
@@ -224,6 +232,49 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             need="must be at least 2 for grpo: an answer is compared with the others of its group, alone its advantage is always 0",
             free=str(config.algorithm.group_size),
             remedy="Set algorithm.group_size=8",
+        )
+    yield from _critic(config)
+    yield from _reference(config)
+
+
+def _critic(config: Config) -> Iterator[Problem]:
+    if config.algorithm.name == "ppo" and CRITIC not in config.roles:
+        yield Problem(
+            subject="roles.critic",
+            need="algorithm ppo needs a critic",
+            free=f"roles {', '.join(config.roles)}",
+            remedy=f"Add roles.critic.pool={next(iter(config.pools), 'main')}, or set algorithm.name=grpo, which has none",
+        )
+    path = config.algorithm.critic_path
+    if path is not None and path not in BUILTIN_MODELS:
+        try:
+            model_folder(path)
+        except ConfigError as error:
+            yield from (replace(problem, subject="algorithm.critic_path") for problem in error.problems)
+
+
+def _reference(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.kl_coefficient > 0 and REF not in config.roles:
+        yield Problem(
+            subject="roles.ref",
+            need="algorithm.kl_coefficient above 0 needs a reference model",
+            free=f"roles {', '.join(config.roles)}",
+            remedy=f"Add roles.ref.pool={next(iter(config.pools), 'main')}, or set algorithm.kl_coefficient=0",
+        )
+    if algorithm.kl_target is not None and algorithm.kl_coefficient == 0:
+        yield Problem(
+            subject="algorithm.kl_target",
+            need="needs algorithm.kl_coefficient above 0, which it changes by factors",
+            free="algorithm.kl_coefficient=0",
+            remedy="Set algorithm.kl_coefficient=0.05 to start from, or algorithm.kl_target=null",
+        )
+    if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.name == "grpo":
+        yield Problem(
+            subject="algorithm.kl_in",
+            need="must be loss for grpo: an answer has one reward there, its tokens have none",
+            free="reward",
+            remedy="Set algorithm.kl_in=loss, or algorithm.name=ppo",
         )
 
 

@@ -88,6 +88,30 @@ class AlgorithmConfig(Section):
     """Bound of the ratio for negative advantages (dual-clip PPO); none when not set."""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"] = "token_mean"
     """How the tokens of a mini-batch are weighed into one loss; computed over the whole mini-batch before it is cut."""
+    whiten_advantages: bool | None = None
+    """Shift and scale the advantages of a step to mean 0 and spread 1: over tokens (`ppo`) or answers (`grpo`). By default `ppo` does."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of later rewards, a token (`ppo`)."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of generalized advantage estimation (`ppo`): 1 trusts the rewards that came, 0 the critic."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far a value may move in a step before its gain no longer counts (`ppo`); no limit when not set."""
+    critic_path: str | None = None
+    """Model that the critic starts from: a language model, or a classifier with one label; `model.path` when not set."""
+    critic_learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate of the critic; its warm-up, schedule and the rest are those of `trainer`."""
+    critic_warmup: NotNegative = 0
+    """Steps at the start in which the critic is trained and the policy is not."""
+    kl_coefficient: NotNegativeFloat = 0.0
+    """Weight of the divergence from the reference model (role `ref`); 0 does without one."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence counts: in the loss of the policy, or in the reward of each token (`ppo`)."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the divergence: `k1` suits the reward; in the loss it pulls nowhere on average, use `k2` or `k3` there."""
+    kl_target: PositiveFloat | None = None
+    """Mean divergence of a token, in nats, that the coefficient is steered to, by at most 2 % a step; fixed when not set."""
+    entropy_coefficient: NotNegativeFloat = 0.0
+    """Weight of the entropy of the policy, which the loss then raises."""
     no_signal: Literal["train", "skip_step", "stop"] = "skip_step"
     """When no group of a step has any spread in its rewards: train all the same, skip the update, or stop the run."""
 
@@ -118,6 +142,10 @@ class RewardConfig(Section):
     """Scores at or above it count 1, others 0; for verifiers that give partial credit to wrong answers."""
     options: dict[str, Any] = {}
     """Further keyword arguments of the function."""
+    deadline: PositiveFloat = 30.0
+    """Seconds for one sample; then its work is ended for good, and the sample has no reward (status `timeout`)."""
+    memory_mb: Positive | None = 4096
+    """Memory that a scoring process and what it starts may hold; a sample that takes more has no reward. No limit when null."""
 
 
 class RoleConfig(Section):
@@ -129,6 +157,8 @@ class RoleConfig(Section):
     """Number of worker processes; `auto` takes all slots of the pool (reward: derived from CPUs)."""
     cpus: PositiveFloat | None = None
     """CPUs of one worker of a role that has processes of its own (reward); derived when not set."""
+    processes: Positive | None = None
+    """Scoring processes of one reward worker; one for each of its CPUs when not set. More than that pays if functions wait."""
     worker: str | None = None
     """Own worker class by import path, instead of the built-in one of the role."""
 

@@ -206,7 +206,7 @@ def test_logprobs_that_do_not_fit_the_tokens_are_refused_by_id():
     data = batch()
     logprobs = data.rows("rollout_logprobs")
     logprobs[2] = [*logprobs[2], -1.0]
-    with pytest.raises(BatchError, match=r"\(41, 0\) has 2 rollout_logprobs for 1 response_ids"):
+    with pytest.raises(BatchError, match=r"\(draw 41, sample 0\) has 2 rollout_logprobs for 1 response_ids"):
         engine().update(data.with_columns({"rollout_logprobs": logprobs}), algorithm().loss, temperature=1.0, metrics=Metrics())
 
 

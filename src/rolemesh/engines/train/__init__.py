@@ -1,7 +1,19 @@
-"""The training engine: a model replica that gives log-probabilities and takes optimizer steps. Used by the actor role."""
+"""Models under training and beside it: `TrainEngine` (actor) gives log-probabilities and takes optimizer steps, `ValueEngine` (critic)
+does so with values, `Scorer` (ref) only reads log-probabilities."""
 
 from rolemesh.engines.train.engine import LossFunction, TrainEngine
 from rolemesh.engines.train.optimizer import OptimizerSettings
-from rolemesh.engines.train.sft import sft_loss
+from rolemesh.engines.train.scorer import Scorer
+from rolemesh.engines.train.value_engine import ValueEngine, ValueLossFunction
+from rolemesh.engines.train.value_model import ValueModel, load_value_model
 
-__all__ = ["LossFunction", "OptimizerSettings", "TrainEngine", "sft_loss"]
+__all__ = [
+    "LossFunction",
+    "OptimizerSettings",
+    "Scorer",
+    "TrainEngine",
+    "ValueEngine",
+    "ValueLossFunction",
+    "ValueModel",
+    "load_value_model",
+]

@@ -1,7 +1,8 @@
-"""Rows of a batch as the tensors of one forward pass: padded inputs, and the flat list of response tokens. Used by the train engine."""
+"""Rows of a batch as the tensors of one forward pass: padded inputs, and the flat list of response tokens. Used by the train engines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rolemesh.batch import Batch
+from rolemesh.batch import Batch, token_chunks
+from rolemesh.batch.tokens import sampled_tokens, token_column
 from rolemesh.errors import BatchError
 
 Ints = npt.NDArray[np.int64]
@@ -57,19 +59,42 @@ def _places(lengths: Ints, offsets: Ints) -> tuple[Ints, Ints]:
     return row, np.arange(len(row)) - offsets[row]
 
 
-def policy_columns(batch: Batch, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(old_logprobs [T], advantages [T]) of the response tokens. Raises BatchError when a row's log-probabilities do not fit its tokens."""
-    old, offsets = batch.ragged("rollout_logprobs")
-    lengths, expected = np.diff(offsets), batch.lengths("response_ids")
-    wrong = np.flatnonzero(lengths != expected)
-    if len(wrong):
-        raise BatchError(
-            f"row (draw, sample) = {tuple(batch.ids[wrong[0]].tolist())} has {lengths[wrong[0]]} rollout_logprobs for "
-            f"{expected[wrong[0]]} response_ids; the engine must return one for each sampled token"
-        )
-    return torch.from_numpy(old).to(row.device), per_token(batch, "advantage", row)
+def micro_batches(batch: Batch, max_tokens: int) -> list[list[int]]:
+    """Positions of rows with response tokens, cut so that rows * longest row <= `max_tokens`."""
+    rows = np.flatnonzero(batch.lengths("response_ids"))
+    return [rows[chunk].tolist() for chunk in token_chunks(batch.token_counts[rows], max_tokens)]
 
 
-def per_token(batch: Batch, column: str, row: torch.Tensor) -> torch.Tensor:
-    """A scalar column repeated for every token: float32 [T]."""
-    return torch.from_numpy(np.asarray(batch.scalars(column), dtype=np.float32)).to(row.device)[row]
+def by_row(
+    batch: Batch, max_tokens: int, device: torch.device, forward: Callable[[MicroBatch], torch.Tensor]
+) -> list[npt.NDArray[np.float32]]:
+    """`forward` (one number for each response token of a micro-batch) over all rows: one array a row, in order."""
+    found = [np.empty(0, dtype=np.float32)] * batch.num_rows
+    for chunk in micro_batches(batch, max_tokens):
+        rows = batch.take(chunk)
+        numbers = forward(MicroBatch.of(rows, device)).cpu().numpy()
+        ends = np.cumsum(rows.lengths("response_ids"))[:-1]
+        for index, row in zip(chunk, np.split(numbers, ends), strict=True):
+            found[index] = row
+    return found
+
+
+def on_device(batch: Batch, column: str, device: torch.device) -> torch.Tensor:
+    """A column with one number for each response token: float32 [T]. Raises BatchError when it does not fit the tokens of a row."""
+    return torch.from_numpy(token_column(batch, column)).to(device)
+
+
+def weights(batch: Batch, device: torch.device) -> torch.Tensor:
+    """Weight of each response token in the loss, float32 [T]: the row's `token_weight`, and 0 for tokens that the policy did not sample.
+
+    The only mask of a loss, for the policy and the critic alike."""
+    of_row = np.repeat(np.asarray(batch.scalars("token_weight"), dtype=np.float32), batch.lengths("response_ids"))
+    return torch.from_numpy(np.where(sampled_tokens(batch), of_row, np.float32(0))).to(device)
+
+
+def advantages(batch: Batch, device: torch.device) -> torch.Tensor:
+    """Advantage of each response token, float32 [T]: of tokens where the batch has them, else the row's for all its tokens."""
+    if "advantages" in batch.names:
+        return on_device(batch, "advantages", device)
+    of_row = np.asarray(batch.scalars("advantage"), dtype=np.float32)
+    return torch.from_numpy(np.repeat(of_row, batch.lengths("response_ids"))).to(device)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import torch
 
-from rolemesh.config.schema import SftConfig, TrainerConfig
+from rolemesh.config.schema import AlgorithmConfig, SftConfig, TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,11 @@ class OptimizerSettings:
             betas=config.betas,
             max_grad_norm=config.max_grad_norm,
         )
+
+    @classmethod
+    def of_critic(cls, algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Self:
+        """Settings of the critic: its own learning rate, the rest as in `trainer`."""
+        return replace(cls.of_trainer(trainer), learning_rate=algorithm.critic_learning_rate)
 
     @classmethod
     def of_sft(cls, sft: SftConfig, trainer: TrainerConfig) -> Self:

@@ -1,17 +1,16 @@
-"""The loss of supervised fine-tuning, in the form that the train engine takes from any algorithm."""
+"""The loss of supervised fine-tuning. Used by the train engine."""
 
 from __future__ import annotations
 
 import torch
 
 from rolemesh.observe import Metrics
-from rolemesh.protocols.algorithm import TokenBatch
 
 
-def sft_loss(tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
-    """Cross-entropy: the sum over tokens of weight * -log p. Records the mean over tokens with a weight as `sft/loss`."""
-    kept = tokens.weights != 0
-    logprobs = tokens.logprobs[kept]
+def sft_loss(logprobs: torch.Tensor, weights: torch.Tensor, metrics: Metrics) -> torch.Tensor:
+    """Cross-entropy: the sum over tokens [T] of weight * -log p. Records the mean over tokens with a weight as `sft/loss`."""
+    kept = weights != 0
+    logprobs = logprobs[kept]
     if len(logprobs):
         metrics.mean("sft/loss", -logprobs.detach().mean(), len(logprobs))
-    return -(tokens.weights[kept] * logprobs).sum()
+    return -(weights[kept] * logprobs).sum()

@@ -1,0 +1,110 @@
+"""`ValueModel`: a language model's body with one number for each position, and where it comes from. Loaded by the critic role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from rolemesh.config.model_files import model_folder
+from rolemesh.config.schema import ModelConfig
+from rolemesh.engines.train.forward import last_hidden, probe_tokens
+from rolemesh.engines.train.weights import copy_weights
+from rolemesh.errors import ConfigError
+from rolemesh.models import load_config, load_model
+from rolemesh.models.load import LOAD_ERRORS
+
+HEAD_SCALE: Final = 0.01
+"""Spread of the values of a fresh head, for a body whose last layer normalises: near 0, so that the first advantages are the rewards,
+but not 0, so that the body has a gradient from the first step."""
+
+
+class ValueModel(nn.Module):
+    """A causal body, which gives hidden states [B, W, hidden], and a linear head, which maps each of them to one number."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear, prefix: str) -> None:
+        """`prefix` is the name of the body inside the language model that it belongs to, such as `model`."""
+        super().__init__()
+        self.backbone, self.head = backbone, head
+        self._prefix = f"{prefix}."
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Values [T], float32, of the states that end with the tokens at `positions` [T] of the flattened `input_ids` [B, W]."""
+        hidden = last_hidden(self.backbone, input_ids).flatten(0, 1)[positions]
+        return cast(Tensor, self.head(hidden)).squeeze(-1).float()
+
+    def load_backbone(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the body of a language model with these weights (`TrainEngine.named_weights`), for instance after its supervised
+        warm start; the head stays. Raises ValueError, and changes nothing, when names or shapes do not fit."""
+        copy_weights(self.backbone, ((name.removeprefix(self._prefix), weight) for name, weight in given if name.startswith(self._prefix)))
+
+    @classmethod
+    def of_causal(cls, model: nn.Module, *, seed: int) -> ValueModel:
+        """On the body of a language model, which is not copied, with a fresh head drawn from `seed` alone."""
+        backbone, prefix = _body(model)
+        probe = probe_tokens(backbone, next(backbone.parameters()).device)
+        with torch.no_grad():
+            head = nn.Linear(last_hidden(backbone, probe).shape[-1], 1)
+            head.weight.normal_(std=HEAD_SCALE / math.sqrt(head.in_features), generator=torch.Generator().manual_seed(seed))
+            head.bias.zero_()
+        return cls(backbone, head, prefix)
+
+    @classmethod
+    def of_classifier(cls, model: nn.Module) -> ValueModel:
+        """On body and head of a sequence classifier with one label, such as a reward model. Raises ValueError for any other."""
+        backbone, prefix = _body(model)
+        heads = [child for child in model.children() if child is not backbone]
+        if len(heads) != 1 or not isinstance(heads[0], nn.Linear) or heads[0].out_features != 1:
+            found = ", ".join(map(str, heads)) or "nothing"
+            raise ValueError(f"a critic needs one linear layer with one output after the body, found {found} in {type(model).__name__}")
+        return cls(backbone, heads[0], prefix)
+
+
+def load_value_model(model: ModelConfig, *, path: str | None, seed: int) -> ValueModel:
+    """The critic's model in float32, from `path` (a folder or built-in model), or from that of the policy, `model`.
+
+    A sequence classifier brings its head; a language model gets a fresh one. The weights depend on the folder and the seed alone.
+    Raises ConfigError naming the option when there is no model that can be used.
+    """
+    option = "model.path" if path is None else "algorithm.critic_path"
+    chosen = model.model_copy(update={"dtype": "float32", "path": model.path if path is None else path})
+    try:
+        if any(name.endswith("ForSequenceClassification") for name in load_config(chosen).architectures or ()):
+            return ValueModel.of_classifier(_read_classifier(chosen))
+        return ValueModel.of_causal(load_model(chosen, seed=seed), seed=seed)
+    except ConfigError as error:
+        raise ConfigError(problems=[replace(problem, subject=option) for problem in error.problems]) from error
+    except LOAD_ERRORS as error:
+        raise ConfigError.one(
+            option, "the critic needs a causal model in Hugging Face format", f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_classifier(model: ModelConfig) -> nn.Module:
+    """Raises ValueError when the folder does not hold every weight, which would then be random."""
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        model_folder(model.path),
+        config=load_config(model),
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=model.trust_remote_code,
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"weights are missing in its files: {', '.join(sorted(info['missing_keys']))}")
+    return cast(nn.Module, loaded)
+
+
+def _body(model: nn.Module) -> tuple[nn.Module, str]:
+    """(body, its name inside the model). Raises ValueError for a model that is not made of a body and a head."""
+    body, prefix = getattr(model, "base_model", None), getattr(model, "base_model_prefix", "")
+    if not isinstance(body, nn.Module) or body is model:
+        raise ValueError(f"{type(model).__name__} is not made of a body and a head")
+    return body, str(prefix)
