@@ -35,7 +35,7 @@ from rolemesh.observe import RunDirectory
 from rolemesh.plan import local_inventory
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.training import phases
-from rolemesh.training.launch import backend_for, open_run, stop_backend
+from rolemesh.training.launch import backend_for, open_run, run_on
 from rolemesh.training.preflight import prepare
 from rolemesh.training.run import TrainingRun
 
@@ -176,7 +176,7 @@ def main() -> None:
         processes = [context.Process(target=plain_rank, args=(rank, port, prompts, pairs[rank][1]), daemon=True) for rank in range(WORKERS)]
         for process in processes:
             process.start()
-        backend = backend_for(config)
+        backend = backend_for(config, local_inventory())
 
         async def session() -> tuple[list[float], list[float]]:
             directory = RunDirectory.create(config.runs_dir, "bench")
@@ -184,9 +184,8 @@ def main() -> None:
                 return await measure(run, [pair[0] for pair in pairs], 2 if quick else 6, 3 if quick else 5)
 
         try:
-            ours, plain = backend.run(session())
+            ours, plain = run_on(backend, session())
         finally:
-            stop_backend(backend)
             for pair in pairs:
                 pair[0].send(False)
             for process in processes:

@@ -27,7 +27,7 @@ from rolemesh.observe import RunDirectory
 from rolemesh.plan import local_inventory
 from rolemesh.runtime import Worker, WorkerContext, register
 from rolemesh.training import phases
-from rolemesh.training.launch import backend_for, open_run, stop_backend
+from rolemesh.training.launch import backend_for, open_run, run_on
 from rolemesh.training.preflight import prepare
 from rolemesh.training.run import TrainingRun
 
@@ -68,16 +68,13 @@ def test_worker_counts_and_pools_give_the_same_samples_rewards_and_gradients(tmp
     found = {}
     for name, layout in LAYOUTS.items():
         config = small(tmp_path / name.replace(" ", "-"), *settings, *layout)
-        backend = backend_for(config)
+        backend = backend_for(config, local_inventory())
 
         async def main(config: Config = config, backend: Any = backend) -> dict[str, Any]:
             async with opened(config, backend) as run:
                 return await first_step(run)
 
-        try:
-            found[name] = backend.run(main())
-        finally:
-            stop_backend(backend)
+        found[name] = run_on(backend, main())
     expected = found.pop("one worker")
     assert np.ptp(expected["numbers"].scalars("reward")) > 0, "the check needs gradients that are not zero"
     for name, other in found.items():
@@ -95,7 +92,7 @@ def length_reward(sample: Any, **options: object) -> float:
 
 def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
     config = small(tmp_path, "pools.main.nodes=[1]", "sft=null")
-    backend = backend_for(config)
+    backend = backend_for(config, local_inventory())
 
     async def main() -> None:
         async with opened(config, backend) as run:
@@ -104,16 +101,13 @@ def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
             with pytest.raises(WorkerError, match="StaleWeights: rollout rank 0 holds weight version 0, asked for 1"):
                 await phases.generate(run, phases.draw(run))
 
-    try:
-        backend.run(main())
-    finally:
-        stop_backend(backend)
+    run_on(backend, main())
 
 
 def test_the_controller_does_not_grow_with_the_batch(tmp_path: Path) -> None:
     """Workers write and read 2 MB, then 200 MB; anonymous and shared memory of the controller stay within 50 MB."""
     config = small(tmp_path, "pools.main.nodes=[2]", "sft=null", "roles.rollout.worker=test_layouts:Writer")
-    backend = backend_for(config)
+    backend = backend_for(config, local_inventory())
 
     async def main() -> list[float]:
         async with opened(config, backend) as run:
@@ -130,10 +124,7 @@ def test_the_controller_does_not_grow_with_the_batch(tmp_path: Path) -> None:
                 del batch
             return sizes
 
-    try:
-        small_size, large_size = backend.run(main())
-    finally:
-        stop_backend(backend)
+    small_size, large_size = run_on(backend, main())
     assert large_size - small_size < 50e6
 
 
@@ -202,7 +193,7 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     config = small(tmp_path, "pools.main.nodes=[2]", "sft=null")
-    backend = backend_for(config)
+    backend = backend_for(config, local_inventory())
 
     async def main() -> str:
         async with opened(config, backend) as run:
@@ -213,9 +204,6 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
                 await phases.generate(run, phases.draw(run))
             return str(caught.value)
 
-    try:
-        message = backend.run(main())
-    finally:
-        stop_backend(backend)
+    message = run_on(backend, main())
     assert "rollout rank 1" in message
     assert "main-1.log" in message

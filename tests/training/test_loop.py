@@ -1,6 +1,8 @@
 """The whole loop in one process (local backend): the same code path as on Ray, phase by phase."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,14 @@ def sometimes_failing(sample: object, **options: object) -> float:
 
 def equal_rewards(sample: object, **options: object) -> float:
     return 0.0
+
+
+def always_right(sample: object, **options: object) -> float:
+    return 1.0
+
+
+def uneven_rewards(sample: object, **options: object) -> float:
+    return float(sample.sample)
 
 
 class BrokenSink:
@@ -78,8 +88,8 @@ def test_D24_the_first_ratio_is_one_against_the_engines_own_logprobs(tmp_path: P
     run, _ = train(tmp_path, "rollout.temperature=0.6")
     for row in rows(run):
         if "reward/mean" in row:
-            assert 0 < row["rollout/logprob_gap_max"] < 2e-5 or row["rollout/logprob_gap_max"] == 0
-            assert row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
+            assert 0 < row["rollout/logprob_gap_max"] < 2e-5, "two programs for the same numbers differ a little"
+            assert 0 < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
 
 
 @pytest.mark.parametrize("at", [1, 3])
@@ -101,6 +111,34 @@ def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stop
             assert torch.equal(found["optimizer"][name][key], tensor), (name, key)
     assert sample_ids(cut) == sample_ids(whole)
     assert [row["step"] for row in rows(cut) if "reward/mean" in row] == [1, 2, 3, 4]
+
+
+def test_a_resume_makes_the_steps_after_its_checkpoint_again_without_a_gap(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=4", "trainer.save_every=2", "trainer.keep_checkpoints=5", "trainer.save_samples_every=1")
+    before = {row["step"]: row["reward/mean"] for row in rows(run) if "reward/mean" in row}
+    shutil.rmtree(run.checkpoint(4))  # as if it had died in step 4
+    _, display = train(tmp_path, "trainer.steps=4", "trainer.save_samples_every=1", resume=run)
+    assert any("resumed at step 2" in note for note in display.notes)
+    after = [(row["step"], row["reward/mean"]) for row in rows(run) if "reward/mean" in row]
+    assert after == sorted(before.items())
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=1")
+    kept = {path: path.read_text() for path in (run.config, run.plan, run.summary, run.metrics)}
+    with pytest.raises(ConfigError, match="seed"):
+        train(tmp_path, "trainer.steps=2", "seed=7", resume=run)
+    run.write_status(run.read_status() | {"state": "running", "pid": os.getpid()})
+    with pytest.raises(ConfigError, match="must not be running"):
+        train(tmp_path, "trainer.steps=2", resume=run)
+    assert {path: path.read_text() for path in kept} == kept
+
+
+def test_changed_options_of_a_resume_are_logged(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=1")
+    train(tmp_path, "trainer.steps=2", "trainer.learning_rate=0.5", resume=run)
+    (event,) = [json.loads(line) for line in run.events.read_text().splitlines() if '"resumed"' in line]
+    assert event["changed_options"]["trainer"]["learning_rate"] == 0.5
 
 
 def test_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
@@ -143,12 +181,35 @@ def test_C13_a_step_without_spread_follows_the_policy(tmp_path: Path) -> None:
     run, display = train(tmp_path / "skip", *flat, "algorithm.no_signal=skip_step")
     (row,) = [row for row in rows(run) if "reward/mean" in row]
     assert (row["step/skipped"], row["weights/version"], row["reward/all_wrong_groups"]) == (1, 0, 1.0)
+    assert (row["samples/trained"], row["samples/skipped"], row["samples/lost"]) == (0, 16, 0)
     assert any("no group has any spread" in note for note in display.notes)
     run, _ = train(tmp_path / "train", *flat, "algorithm.no_signal=train")
     (row,) = [row for row in rows(run) if "reward/mean" in row]
     assert (row["step/skipped"], row["weights/version"]) == (0, 1)
+    assert row["samples/trained"] == 16
     with pytest.raises(RunStopped, match="100% all wrong"):
         train(tmp_path / "stop", *flat, "algorithm.no_signal=stop")
+    stopped = only_run(tmp_path / "stop")
+    assert (stopped.checkpoint(0) / "state.json").is_file(), "a policy that ends the run saves it"
+
+
+def test_H18_groups_without_spread_bring_a_warning(tmp_path: Path) -> None:
+    _, display = train(tmp_path, "reward=[{name: 'test_loop:equal_rewards'}]", "algorithm.no_signal=train")
+    warnings = [note for note in display.notes if "100% of the groups have equal rewards" in note]
+    assert len(warnings) == 1, "said once, not at every step"
+    assert "algorithm.group_size (now 4)" in warnings[0]
+
+
+def test_D03_a_run_without_finite_gradients_ends_with_a_reason(tmp_path: Path) -> None:
+    explode = ("trainer.steps=9", "trainer.learning_rate=1e30", "reward=[{name: 'test_loop:uneven_rewards'}]")
+    with pytest.raises(RunStopped, match="not finite"):
+        train(tmp_path, *explode)
+
+
+def test_the_warm_start_stops_at_the_accuracy_asked_for(tmp_path: Path) -> None:
+    always = ("reward=[{name: 'test_loop:always_right'}]", "trainer.steps=1")
+    run, _ = train(tmp_path, *always, "sft={steps: 6, batch_size: 8, warmup_steps: 1, check_every: 2, stop_at_accuracy: 0.9}")
+    assert [row["sft/step"] for row in rows(run) if "sft/step" in row] == [1, 2]
 
 
 def test_minibatches_and_epochs_are_optimizer_steps(tmp_path: Path) -> None:

@@ -82,4 +82,4 @@ def init(folder: Path) -> None:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     typer.echo(f"Wrote {folder / 'recipe.yaml'} and {folder / 'rewards.py'}.")
-    typer.echo("Try: rolemesh plan recipe.yaml; rolemesh train recipe.yaml 'reward=[{name: \"rewards:score\"}]'")
+    typer.echo(f"Try: cd {folder}; rolemesh plan recipe.yaml; rolemesh train recipe.yaml 'reward=[{{name: \"rewards:score\"}}]'")

@@ -1,11 +1,12 @@
 """`rolemesh`: one command a file function, errors turned into messages and exit codes at this one place.
 
-Exit codes: 0 done; 2 config error; 3 resources cannot satisfy the plan; 4 failure; 130 interrupted, state saved.
+Exit codes: 0 done; 2 config error; 3 resources cannot satisfy the plan; 4 failure; 130 interrupted, all complete steps saved.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -46,9 +47,10 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="Go on with this run (path, name or its beginning) from its newest checkpoint.")
     ] = None,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Train by a recipe (default: the demo). RECIPE is a name or a YAML file, further words are overrides such as trainer.steps=5."""
-    running.train(arguments or [], resume)
+    running.train(arguments or [], resume, runs_dir)
 
 
 @app.command()
@@ -61,10 +63,11 @@ def sft(arguments: Arguments = None) -> None:
 def evaluate(
     arguments: Arguments = None,
     run: Annotated[str | None, typer.Option(help="Evaluate the newest checkpoint of this run instead of a recipe's model.")] = None,
+    runs_dir: RunsDir = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Accuracy on the held-out prompts, greedy."""
-    running.evaluate(arguments or [], run, as_json=as_json)
+    running.evaluate(arguments or [], run, runs_dir, as_json=as_json)
 
 
 @app.command()
@@ -120,6 +123,9 @@ def main() -> None:
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(INTERRUPTED)
+    except Exception:  # noqa: BLE001 - the end of the process: an error that is not ours keeps its trace, and the contract its exit code
+        traceback.print_exc()
+        sys.exit(RolemeshError.exit_code)
 
 
 def _plain(text: str) -> str:

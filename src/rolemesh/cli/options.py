@@ -9,7 +9,7 @@ import typer
 
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [key=value ...]", help="Recipe, then overrides.")]
 RunArgument = Annotated[str | None, typer.Argument(help="Run: path, name or its beginning; the newest when not given.")]
-RunsDir = Annotated[Path, typer.Option(help="Folder that holds run directories.")]
+RunsDir = Annotated[Path, typer.Option(help="Folder that holds run directories, to find one in.")]
 
 
 def recipe_and_overrides(arguments: list[str]) -> tuple[str | None, list[str]]:

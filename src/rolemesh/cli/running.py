@@ -25,22 +25,18 @@ def _prepare_process() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def train(arguments: list[str], resume: str | None) -> None:
+def train(arguments: list[str], resume: str | None, runs_dir: Path) -> None:
     """See `rolemesh train --help`."""
     directory = None
     if resume is None:
         config = load_config(*recipe_and_overrides(arguments))
     else:
-        directory = _find(resume)
+        directory = find_run(runs_dir, resume)
         config = load_config(str(directory.config), arguments)
     _prepare_process()
     from rolemesh.training.launch import run_training
 
     run_training(config, TrainingDisplay(config.name), resume=directory)
-
-
-def _find(run: str, runs_dir: Path = Path("runs")) -> RunDirectory:
-    return find_run(runs_dir, run)
 
 
 def sft(arguments: list[str]) -> None:
@@ -55,12 +51,12 @@ def sft(arguments: list[str]) -> None:
     typer.echo(f"The model is in {folder}. Train on from it with model.path={folder}")
 
 
-def evaluate(arguments: list[str], run: str | None, *, as_json: bool) -> None:
+def evaluate(arguments: list[str], run: str | None, runs_dir: Path, *, as_json: bool) -> None:
     """See `rolemesh eval --help`."""
     if run is None:
         config = load_config(*recipe_and_overrides(arguments))
     else:
-        directory = _find(run)
+        directory = find_run(runs_dir, run)
         config = load_config(str(directory.config), [f"model.path={_model_of(directory)}", *arguments])
     _prepare_process()
     from rolemesh.training.tasks import run_evaluation

@@ -164,7 +164,8 @@ def _created(path: Path) -> tuple[str, int]:
 
 
 def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
-    """A run by path, by name, by the beginning of its name if only one run has it, or the newest when `run` is None.
+    """A run by path, by name, the newest with this name before the id (`demo`), by the beginning of its name if only one run has it, or
+    the newest of all when `run` is None.
 
     Raises ConfigError that lists the candidates otherwise.
     """
@@ -176,7 +177,8 @@ def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
             raise ConfigError.one("run", "there must be a run to work on", f"none in {runs_dir}", "Start one with `rolemesh train`")
         return runs[-1]
     exact = [found for found in runs if found.name == run]
-    matching = exact or [found for found in runs if found.name.startswith(run)]
+    of_recipe = [found for found in runs if _ID.sub("", found.name) == run]
+    matching = exact or of_recipe[-1:] or [found for found in runs if found.name.startswith(run)]
     if len(matching) == 1:
         return matching[0]
     names = ", ".join(found.name for found in (matching or runs)[-5:])

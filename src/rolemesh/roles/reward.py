@@ -1,4 +1,4 @@
-"""The reward: processes that score answers with verifiers and the user's own functions."""
+"""The reward: workers that score answers with verifiers and the user's own functions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from rolemesh.batch import Batch
-from rolemesh.config.schema import Config
-from rolemesh.rewards import Outcome, RewardScorer, top_errors
+from rolemesh.config.schema import Config, RoleConfig
+from rolemesh.names import REWARD
+from rolemesh.rewards import InProcess, Outcome, RewardScorer, ScoringPool, top_errors
 from rolemesh.rewards.scorer import samples_of
+from rolemesh.rewards.work import Executor
 from rolemesh.runtime import Worker, WorkerContext, register
 
 logger = logging.getLogger(__name__)
@@ -23,15 +25,33 @@ SAMPLE_COLUMNS = (*READS, *WRITES, "response_length", "weight_version", "engine"
 
 
 class RewardWorker(Worker):
-    """One scoring process."""
+    """Scores answers in a pool of processes of its own; with `backend: local` where it is, for a debugger.
+
+    The processes end with this one, however it ends, and with the worker.
+    """
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
         super().__init__(context)
         self.config = config
+        self._executor: Executor | None = None
 
     def load(self) -> None:
-        """Import the reward functions."""
-        self.scorer = RewardScorer(self.config.reward)
+        """Import the reward functions, in processes that are ready to score then."""
+        self.close()
+        self._executor = self._make_executor()
+        self.scorer = RewardScorer(self.config.reward, self._executor)
+
+    def _make_executor(self) -> Executor:
+        if self.config.backend == "local":
+            return InProcess(self.config.reward)
+        role = self.config.roles.get(REWARD, RoleConfig())
+        return ScoringPool(self.config.reward, processes=role.processes or max(1, int(role.cpus or 1)))
+
+    def close(self) -> None:
+        """End the processes. `load` starts new ones."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
 
     @register(dispatch="data_parallel", reads=READS, writes=WRITES)
     def score(self, batch: Batch) -> Batch:
@@ -40,6 +60,7 @@ class RewardWorker(Worker):
         for outcome in outcomes:
             self.metrics.sum(f"reward/status/{outcome.status}", 1)
             self._record_numbers(outcome.extras)
+        self._record_usage()
         for error, count in top_errors([outcome.error for outcome in outcomes]):
             logger.warning("%d of %d samples not scored: %s", count, len(outcomes), error)
         return batch.select([]).with_columns(
@@ -49,6 +70,18 @@ class RewardWorker(Worker):
                 DETAILS: pa.array([_details(outcome) for outcome in outcomes], pa.large_string()),
             }
         )
+
+    def _record_usage(self) -> None:
+        """Who did how much: all processes of all workers should have their share."""
+        assert self._executor is not None
+        usage = self._executor.take_usage()
+        total = sum(usage.samples)
+        self.metrics.max("reward/process/samples_max", max(usage.samples))
+        self.metrics.min("reward/process/samples_min", min(usage.samples))
+        self.metrics.sum("reward/process/replaced", usage.replaced)
+        if total:
+            self.metrics.mean("reward/seconds/mean", usage.seconds / total, total)
+            self.metrics.max("reward/seconds/max", usage.slowest)
 
     def _record_numbers(self, extras: Mapping[str, object]) -> None:
         for name, value in extras.items():

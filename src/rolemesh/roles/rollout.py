@@ -64,11 +64,19 @@ class RolloutWorker(Worker):
             raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
         ids = [(int(draw), int(sample)) for draw, sample in batch.ids]
         requests = [Request(id=row_id, prompt_ids=prompt) for row_id, prompt in zip(ids, batch.rows("prompt_ids"), strict=True)]
-        self.engine.add(requests, self._sampling(temperature, seed))
-        done: dict[tuple[int, int], Completion] = {}
-        while self.engine.unfinished:
-            done |= {completion.id: completion for completion in self.engine.step()}
+        done = self._run(requests, self._sampling(temperature, seed))
         return self._write(batch, [done[row_id] for row_id in ids])
+
+    def _run(self, requests: list[Request], sampling: Sampling) -> dict[tuple[int, int], Completion]:
+        """All answers by id. Leaves nothing behind in the engine, also when it fails."""
+        done: dict[tuple[int, int], Completion] = {}
+        self.engine.add(requests, sampling)
+        try:
+            while self.engine.unfinished:
+                done |= {completion.id: completion for completion in self.engine.step()}
+        finally:
+            self.engine.abort()
+        return done
 
     def _sampling(self, temperature: float, seed: int) -> Sampling:
         rollout = self.config.rollout

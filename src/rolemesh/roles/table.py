@@ -14,12 +14,20 @@ from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.reward import RewardWorker
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.runtime import Worker
+from rolemesh.runtime.worker import registered_methods
 
 ROLE_WORKERS: Final[dict[str, type[Worker]]] = {
     names.ACTOR: ActorWorker,
     names.ROLLOUT: RolloutWorker,
     names.REWARD: RewardWorker,
 }
+
+REQUIRED: Final[dict[str, tuple[str, ...]]] = {
+    names.ACTOR: ("update", "publish", "save", "restore"),
+    names.ROLLOUT: ("generate", "load_weights"),
+    names.REWARD: ("score", "save_samples"),
+}
+"""Registered methods that the phases call on a built-in role, whoever serves it."""
 
 
 def worker_class(role: str, config: Config) -> type[Worker]:
@@ -30,4 +38,13 @@ def worker_class(role: str, config: Config) -> type[Worker]:
     found = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ConfigError.one(f"roles.{role}.worker", "must name a subclass of rolemesh.runtime.Worker", repr(own))
+    missing = [method for method in REQUIRED.get(role, ()) if method not in registered_methods(found)]
+    if missing:
+        base = ROLE_WORKERS[role]
+        raise ConfigError.one(
+            f"roles.{role}.worker",
+            f"{own} must have the registered methods {', '.join(REQUIRED[role])}",
+            f"no {', '.join(missing)}",
+            f"Derive it from {base.__module__}.{base.__name__}",
+        )
     return found

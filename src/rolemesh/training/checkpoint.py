@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rolemesh import __version__
 from rolemesh.errors import ConfigError
 from rolemesh.observe import RunDirectory, write_json
+from rolemesh.observe.files import sync_directory
 
 if TYPE_CHECKING:
     from rolemesh.training.run import TrainingRun
@@ -26,6 +27,8 @@ FORMAT: Final = 1
 async def save(run: TrainingRun) -> Path:
     """Write a checkpoint of the current step and drop all but the newest `trainer.keep_checkpoints`. Returns its folder."""
     final = run.directory.checkpoint(run.progress.step)
+    if final in complete(run.directory):
+        return final  # the state of a step is saved once; nothing has changed since
     fresh = final.parent / f".{final.name}.partial"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -35,6 +38,7 @@ async def save(run: TrainingRun) -> Path:
     _sync(fresh)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(fresh, final)
+    sync_directory(final.parent)
     for old in complete(run.directory)[: -run.config.trainer.keep_checkpoints]:
         shutil.rmtree(old)
     return final

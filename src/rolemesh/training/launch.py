@@ -3,70 +3,123 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
 
 from rolemesh.algorithms import create_algorithm
-from rolemesh.config import dump_config
+from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
-from rolemesh.errors import WorkerError
+from rolemesh.errors import ConfigError, RunStopped, WorkerError
 from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
-from rolemesh.plan import local_inventory, plan_json
+from rolemesh.plan import Inventory, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
-from rolemesh.training import checkpoint, phases
+from rolemesh.training import checkpoint as checkpoints
+from rolemesh.training import phases
 from rolemesh.training.loop import train
 from rolemesh.training.preflight import Prepared, prepare
 from rolemesh.training.recorder import Display, Recorder
 from rolemesh.training.run import Progress, TrainingRun
 from rolemesh.training.session import Session, python_path
 
+T = TypeVar("T")
 STATUS_SECONDS = 1.0
 
 
-def backend_for(config: Config) -> Backend:
-    """The backend of a config. Workers import user code from where the controller does."""
+def backend_for(config: Config, inventory: Inventory) -> Backend:
+    """The backend of a config, with exactly the resources that were planned. Workers import user code from where the controller does."""
     if config.backend == "local":
         return create_backend("local")
-    return create_backend("ray", pythonpath=python_path())
+    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
+    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, pythonpath=python_path())
 
 
-def stop_backend(backend: Backend) -> None:
-    """End a cluster that belongs to the run alone."""
-    stop: Callable[[], None] | None = getattr(backend, "stop", None)
-    if stop is not None:
-        stop()
+def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
+    """Run a controller on a backend and end the cluster that belongs to it. SIGINT and SIGTERM cancel `main`, which frees what it owns;
+    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.)"""
 
+    async def cancelled_by_signals() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await main
 
-def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None) -> dict[str, Any]:
-    """Train to the end and return the summary. Raises what the run raises, and KeyboardInterrupt after an interrupt at whose end the
-    state was saved; whatever was started is freed before."""
-    prepared = prepare(config, local_inventory())
-    directory = resume or RunDirectory.create(config.runs_dir, config.name)
-    backend = backend_for(config)
     try:
-        summary = backend.run(_train(prepared, directory, backend, display, resume=resume is not None))
+        return backend.run(cancelled_by_signals())
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
     finally:
-        stop_backend(backend)
+        stop: Callable[[], None] | None = getattr(backend, "stop", None)
+        if stop is not None:
+            stop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Where a resumed run goes on."""
+
+    folder: Path
+    state: dict[str, Any]
+    skipped: tuple[str, ...]
+    """Names of incomplete checkpoints that were passed over."""
+    changed: dict[str, Any]
+    """Options that differ from those the run was started with."""
+
+
+def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None) -> dict[str, Any]:
+    """Train to the end and return the summary. Raises what the run raises, and KeyboardInterrupt after an interrupt (the state of all
+    complete steps is saved then); whatever was started is freed before. A run that is to be resumed is not touched before everything
+    about it was checked."""
+    inventory = local_inventory()
+    prepared = prepare(config, inventory, warm_start=resume is None)
+    checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
+    directory = resume or RunDirectory.create(config.runs_dir, config.name)
+    backend = backend_for(config, inventory)
+    summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint))
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt
     return summary
 
 
-async def _train(prepared: Prepared, directory: RunDirectory, backend: Backend, display: Display, *, resume: bool) -> dict[str, Any]:
+def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
+    """The newest complete checkpoint, checked against the config. Raises ConfigError, also when the run is still under way."""
+    status = directory.read_status()
+    if status.get("state") in ("running", "starting") and psutil.pid_exists(int(status.get("pid", -1))):
+        raise ConfigError.one("--resume", f"{directory.name} must not be running", f"controller with pid {status['pid']}", "Stop it first")
+    folder, skipped = checkpoints.newest(directory)
+    state = checkpoints.read_state(folder)
+    prepared.prompts.load_state(state["prompts"])
+    before = load_config(str(directory.config)).model_dump(mode="json")
+    after = prepared.config.model_dump(mode="json")
+    changed = {name: after[name] for name in after if after[name] != before[name]}
+    return Checkpoint(folder=folder, state=state, skipped=tuple(path.name for path in skipped), changed=changed)
+
+
+async def _train(
+    prepared: Prepared, directory: RunDirectory, backend: Backend, display: Display, checkpoint: Checkpoint | None
+) -> dict[str, Any]:
     began = time.time()
-    async with open_run(prepared, directory, backend, display, resume=resume) as run:
+    async with open_run(prepared, directory, backend, display, checkpoint=checkpoint) as run:
         _stop_at_step_end_on_signals(run)
         display.start(run.config.trainer.steps, run.progress.step, read_json_lines(directory.metrics))
         for report in (run.prompts.report, run.eval_set.report):
             run.recorder.display.note(str(report))
-        await train(run)
+        try:
+            await train(run)
+        except RunStopped:
+            run.prompts.load_state(run.cursor)  # the step that was given up is drawn again after a resume
+            await phases.save(run)
+            raise
         if run.interrupted:
             await phases.save(run)
         summary = _summary(run, "interrupted" if run.interrupted else "finished", time.time() - began)
@@ -98,15 +151,19 @@ async def open_run(
     backend: Backend,
     display: Display,
     *,
-    resume: bool = False,
+    checkpoint: Checkpoint | None = None,
     roles: Sequence[str] | None = None,
 ) -> AsyncIterator[TrainingRun]:
-    """A `TrainingRun` ready for its loop, standing at the newest checkpoint when resumed. Frees everything on exit."""
+    """A `TrainingRun` ready for its loop, standing at the checkpoint if there is one. Frees everything on exit."""
     config = prepared.config
+    dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
     recorder = Recorder(directory, config, display)
-    state = "failed"
+    outcome = "failed"
+    progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
     try:
-        _write_plan(prepared, directory)
+        if checkpoint is None:
+            _write_plan(prepared, directory)
+        directory.write_status(_status(directory, config, progress, "starting", "starting", []))
         for warning in prepared.plan.warnings:
             recorder.note(warning)
         session = Session(
@@ -116,34 +173,36 @@ async def open_run(
         async with session:
             run = TrainingRun(
                 config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
-                prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set,
+                prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set, progress=progress,
             )  # fmt: skip
-            if resume:
-                await _resume(run)
+            if checkpoint is not None:
+                await _restore(run, prepared, checkpoint, dropped)
             async with _watched(run):
                 yield run
-            state = "interrupted" if run.interrupted else "finished"
+            outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:
-        state = "interrupted"
+        outcome = "interrupted"
         raise
     except Exception as error:
-        _keep_traceback(directory, error)
+        _keep_error(directory, recorder, error)
         raise
     finally:
-        recorder.events.write("end", "run", state)
-        directory.write_status({**directory.read_status(), "run": directory.name, "state": state, "workers": []})
+        recorder.events.write("end", "run", outcome)
+        directory.write_status(_status(directory, config, progress, outcome, recorder.phase, []))
         recorder.close()
         display.stop()
 
 
-def _keep_traceback(directory: RunDirectory, error: Exception) -> None:
+def _keep_error(directory: RunDirectory, recorder: Recorder, error: Exception) -> None:
     """The full trace goes to a file; the screen gets the message alone."""
     original = error.original_traceback if isinstance(error, WorkerError) else ""
-    text = "".join(traceback.format_exception(error)) + ("\nIn the worker:\n" + original if original else "")
-    write_text(directory.logs / "error.txt", text)
-    write_json(
-        directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(directory.logs / "error.txt")}
-    )
+    trace = directory.logs / "error.txt"
+    text = "".join(traceback.format_exception(error))
+    write_text(trace, text + ("\nIn the worker:\n" + original if original else ""))
+    fields = error.fields if isinstance(error, WorkerError) else {}
+    where = {name: fields[name] for name in ("group", "rank", "node", "pid", "method") if name in fields}
+    recorder.events.write("run", "run", "error", level="error", message=str(error), error=type(error).__name__, trace=str(trace), **where)
+    write_json(directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(trace)})
 
 
 def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
@@ -151,21 +210,19 @@ def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
     write_json(directory.plan, plan_json(prepared.plan))
 
 
-async def _resume(run: TrainingRun) -> None:
-    folder, skipped = checkpoint.newest(run.directory)
-    state = checkpoint.read_state(folder)
-    run.progress = Progress(**state["progress"])
-    run.prompts.load_state(state["prompts"])
-    await run.session.groups["actor"].restore(str(folder.resolve()))
-    dropped = run.directory.truncate_metrics(run.progress.step)
+async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint, dropped: int) -> None:
+    """Give the actor its state back; only then does the run directory take the config of this start."""
+    await run.session.groups["actor"].restore(str(checkpoint.folder.resolve()))
+    _write_plan(prepared, run.directory)
     run.recorder.step = run.progress.step
-    names = f"; skipped incomplete {', '.join(path.name for path in skipped)}" if skipped else ""
-    draws = state["prompts"]["draws"]
+    skipped = f"; skipped incomplete {', '.join(checkpoint.skipped)}" if checkpoint.skipped else ""
     text = (
-        f"resumed at step {run.progress.step} from {folder}{names}; {dropped} later rows of metrics dropped; next prompt is number {draws}"
+        f"resumed at step {run.progress.step} from {checkpoint.folder}{skipped}; {dropped} later rows of metrics dropped; "
+        f"next prompt is number {checkpoint.state['prompts']['draws']}"
     )
-    run.recorder.events.write("prepare", str(folder), "resumed", step=run.progress.step, message=text)
-    run.recorder.display.note(text)
+    details = {"step": run.progress.step, "dropped_rows": dropped, "changed_options": checkpoint.changed}
+    run.recorder.events.write("prepare", str(checkpoint.folder), "resumed", message=text, **details)
+    run.recorder.display.note(text + (f"; changed sections: {', '.join(checkpoint.changed)}" if checkpoint.changed else ""))
 
 
 @asynccontextmanager
@@ -176,24 +233,29 @@ async def _watched(run: TrainingRun) -> AsyncIterator[None]:
         yield
     finally:
         watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        (ended,) = await asyncio.gather(watch, return_exceptions=True)
+        if isinstance(ended, Exception):
+            run.recorder.note(f"status.json was not kept up to date: {type(ended).__name__}: {ended}")
 
 
 async def _watch(run: TrainingRun) -> None:
     while True:
-        run.directory.write_status(_status(run, await run.session.status()))
+        workers = await run.session.status()
+        run.directory.write_status(_status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers))
         await run.session.backend.sleep(STATUS_SECONDS)
 
 
-def _status(run: TrainingRun, workers: list[dict[str, Any]]) -> dict[str, Any]:
+def _status(
+    directory: RunDirectory, config: Config, progress: Progress, state: str, phase: str, workers: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
-        "run": run.directory.name,
-        "state": "running",
+        "run": directory.name,
+        "state": state,
         "pid": os.getpid(),
         "time": time.time(),
-        "step": run.progress.step,
-        "steps": run.config.trainer.steps,
-        "phase": run.recorder.phase,
+        "step": progress.step,
+        "steps": config.trainer.steps,
+        "phase": phase,
         "workers": workers,
     }
 

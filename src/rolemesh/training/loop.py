@@ -19,17 +19,22 @@ from rolemesh.training.run import TrainingRun
 async def train(run: TrainingRun) -> None:
     """Train to the last step of the config, from wherever the run stands."""
     await phases.warm_start(run)
-    await phases.publish(run)
+    await phases.publish(run, again=True)
     await phases.evaluate(run)
-    for step in run.steps():
-        prompts = phases.draw(run)
-        samples = await phases.generate(run, prompts)
-        scored = await phases.score(run, samples)
-        batch = await phases.advantages(run, scored)
-        await phases.update(run, batch)
-        await phases.publish(run)
-        await phases.record(run, batch)
-        if run.is_due(run.config.trainer.eval_every, step):
+    for number in run.steps():
+        await step(run)
+        if run.is_due(run.config.trainer.eval_every, number):
             await phases.evaluate(run)
-        if run.is_due(run.config.trainer.save_every, step):
+        if run.is_due(run.config.trainer.save_every, number):
             await phases.save(run)
+
+
+async def step(run: TrainingRun) -> None:
+    """One step. Its columns are let go at its end."""
+    prompts = phases.draw(run)
+    samples = await phases.generate(run, prompts)
+    scored = await phases.score(run, samples)
+    batch = await phases.advantages(run, scored)
+    await phases.update(run, batch)
+    await phases.publish(run)
+    await phases.record(run, batch)

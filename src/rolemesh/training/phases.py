@@ -8,14 +8,14 @@ from rolemesh.batch import Batch, BatchRef
 from rolemesh.data import sft_batch
 from rolemesh.errors import RunStopped
 from rolemesh.observe import Metrics
-from rolemesh.training import checkpoint, evaluation
+from rolemesh.training import checkpoint, evaluation, health
 from rolemesh.training.run import TrainingRun
 
 
 async def warm_start(run: TrainingRun) -> None:
-    """Supervised fine-tuning of a fresh run by the `sft` section; nothing without one, or when the run goes on from a checkpoint."""
+    """Supervised fine-tuning by the `sft` section; nothing without one, or when the run goes on from a checkpoint that has it behind."""
     sft = run.config.sft
-    if sft is None or run.sft_prompts is None or run.progress.step > 0:
+    if sft is None or run.sft_prompts is None or run.progress.warm_started:
         return
     run.recorder.begin_stage("sft", sft.steps)
     actor = run.session.groups["actor"]
@@ -24,14 +24,21 @@ async def warm_start(run: TrainingRun) -> None:
         batch = sft_batch(run.sft_prompts, sft.batch_size, run.session.tokenizer, run.config.data.max_response_tokens)
         await actor.sft_update(run.session.store(batch))
         run.recorder.sft_step(step)
+        if sft.stop_at_accuracy is not None and step % sft.check_every == 0:
+            await publish(run, again=True)
+            values = await evaluation.held_out(run.session, run.eval_set, run.progress.weight_version)
+            if values["eval/accuracy"] >= sft.stop_at_accuracy:
+                break
     await actor.end_sft()
-    run.recorder.end_stage("sft")
+    run.progress.warm_started = True
+    run.recorder.end_stage("sft", str(run.sft_prompts.report))
 
 
 def draw(run: TrainingRun) -> BatchRef:
     """The next prompts, one row for each answer to be made."""
     with run.recorder.span("draw"):
         prompts = run.prompts.draw(run.config.trainer.prompts_per_step)
+        run.recorder.metrics.sum("samples/drawn", len(prompts) * run.config.algorithm.group_size)
         return run.session.store(prompts).repeat(run.config.algorithm.group_size)
 
 
@@ -55,9 +62,6 @@ async def advantages(run: TrainingRun, scored: BatchRef) -> BatchRef:
     with run.recorder.span("advantages"):
         prepared = run.algorithm.prepare(numbers, run.recorder.metrics)
         _record_rewards(prepared, run.recorder.metrics)
-        run.recorder.metrics.sum("samples/trained", int((np.asarray(prepared.scalars("token_weight")) > 0).sum()))
-        expected = run.config.trainer.prompts_per_step * run.config.algorithm.group_size
-        run.recorder.metrics.sum("samples/lost", expected - len(prepared))
         return scored.join(run.session.store(prepared.select(["advantage", "token_weight", "minibatch"])))
 
 
@@ -77,12 +81,17 @@ def _record_rewards(batch: Batch, metrics: Metrics) -> None:
 async def update(run: TrainingRun, batch: BatchRef) -> None:
     """One pass of the optimizer over the step: all epochs and mini-batches in one call. The weights become a new version."""
     numbers = await run.session.read(batch, ("advantage", "token_weight", "minibatch"))
+    weighted = int((np.asarray(numbers.scalars("token_weight")) > 0).sum())
+    policy = run.config.algorithm.no_signal
+    skipped = False
     if not run.algorithm.has_signal(numbers):
-        run.recorder.no_signal(run.config.algorithm.no_signal)
-        if run.config.algorithm.no_signal == "stop":
+        run.recorder.no_signal(policy)
+        if policy == "stop":
             raise RunStopped(_no_signal_message(run))
-        if run.config.algorithm.no_signal == "skip_step":
-            return
+        skipped = policy == "skip_step"
+    _record_fate(run, trained=0 if skipped else weighted, skipped=weighted if skipped else 0, masked=len(numbers) - weighted)
+    if skipped:
+        return
     await run.session.groups["actor"].update(
         batch,
         minibatches=numbers.scalars("minibatch"),
@@ -90,6 +99,16 @@ async def update(run: TrainingRun, batch: BatchRef) -> None:
         temperature=run.config.rollout.temperature,
     )
     run.progress.weight_version += 1
+
+
+def _record_fate(run: TrainingRun, *, trained: int, skipped: int, masked: int) -> None:
+    """What became of the samples that the step asked for; what none of these accounts for is lost."""
+    metrics = run.recorder.metrics
+    asked = run.config.trainer.prompts_per_step * run.config.algorithm.group_size
+    metrics.last("samples/trained", trained)
+    metrics.last("samples/skipped", skipped)
+    metrics.last("samples/masked", masked)
+    metrics.last("samples/lost", asked - trained - skipped - masked)
 
 
 def _no_signal_message(run: TrainingRun) -> str:
@@ -102,10 +121,11 @@ def _no_signal_message(run: TrainingRun) -> str:
     )
 
 
-async def publish(run: TrainingRun) -> None:
-    """Give every rollout worker the actor's weights under the current version. Nothing to do when they hold it already."""
+async def publish(run: TrainingRun, *, again: bool = False) -> None:
+    """Give every rollout worker the actor's weights under the current version. Nothing to do when they hold it already, except in the
+    warm start, whose weights are all version 0 (`again`)."""
     version = run.progress.weight_version
-    if run.session.published_version == version:
+    if run.session.published_version == version and not again:
         return
     manifest, stored = await run.session.groups["actor"].publish(version)
     held = await run.session.groups["rollout"].load_weights(manifest, stored)
@@ -122,6 +142,7 @@ async def record(run: TrainingRun, batch: BatchRef) -> None:
     run.recorder.end_step(
         step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed
     )
+    health.check(run)
 
 
 async def evaluate(run: TrainingRun) -> None:

@@ -37,14 +37,17 @@ class Prepared:
     sft_prompts: PromptStream | None
 
 
-def prepare(config: Config, inventory: Inventory, *, training: bool = True) -> Prepared:
+def prepare(config: Config, inventory: Inventory, *, training: bool = True, warm_start: bool = True) -> Prepared:
     """Check everything. Raises ConfigError with all problems of config, model, data, rewards and plan, or ResourceError when only the
-    plan has some. `training` off allows what only evaluation may do (temperature 0, for one)."""
+    plan has some. `training` off allows what only evaluation may do (temperature 0, for one); `warm_start` off leaves out the data of
+    the `sft` section, where it is not used (any more)."""
     problems = list(check_config(config, training=training, builtins=_builtin_names()))
     tokenizer = _collect(problems, lambda: load_tokenizer(config.model))
     _collect(problems, lambda: load_config(config.model))
     opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
-    sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer)) if opened is not None and config.sft is not None else None
+    sft_prompts = None
+    if opened is not None and config.sft is not None and warm_start:
+        sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer))
     sources = opened[0].source.summary() if opened is not None else None
     _collect(problems, lambda: check_rewards(config.reward, sources))
     for role in config.roles:

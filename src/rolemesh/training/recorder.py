@@ -42,6 +42,7 @@ class Recorder:
         self._tracer = Tracer(directory.trace)
         self._times: dict[str, float] = defaultdict(float)
         self._began = 0.0
+        self.row: dict[str, MetricValue] = {}
         self._skipped = False
         self._total = 1
 
@@ -111,9 +112,9 @@ class Recorder:
             "bottleneck/role": role,
             "bottleneck/reason": f"{call}: {self._times[slowest] / seconds:.0%} of the step",
         }
-        row.setdefault("policy/ratio_first_minibatch_max_deviation", 0.0)
-        row.setdefault("rollout/logprob_gap_max", 0.0)
-        row.setdefault("samples/masked", 0)
+        if self._skipped:  # nothing was trained, so nothing was compared
+            row |= {"policy/ratio_first_minibatch_max_deviation": 0.0, "rollout/logprob_gap_max": 0.0}
+        self.row = row
         self._write(step, row)
         self.display.step(step, row)
 
@@ -130,8 +131,10 @@ class Recorder:
         self._begin()
         self._total = total
 
-    def end_stage(self, name: str) -> None:
-        self.events.write("run", "controller", f"{name} done")
+    def end_stage(self, name: str, report: str = "") -> None:
+        self.events.write("run", "controller", f"{name} done", message=report)
+        if report:
+            self.display.note(report)
 
     def sft_step(self, step: int) -> None:
         """One supervised step is done: a row of its own, without reward."""

@@ -20,6 +20,8 @@ class Progress:
 
     step: int = 0
     """Steps done."""
+    warm_started: bool = False
+    """The warm start by the `sft` section is behind."""
     weight_version: int = 0
     """Version of the actor's weights: 0 before the first update, then one more for each."""
     first_accuracy: float | None = None
@@ -45,12 +47,19 @@ class TrainingRun:
     progress: Progress = field(default_factory=Progress)
     interrupted: bool = False
     """Set by a signal; the loop then ends after the step under way."""
+    nonfinite_steps: int = 0
+    """Steps in a row, up to now, whose gradient was not finite."""
+    warned: dict[str, int] = field(default_factory=dict)
+    """Step of the last warning of each kind."""
+    cursor: dict[str, Any] = field(default_factory=dict)
+    """Where the prompts stood before the step under way: what a step that is given up goes back to."""
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1; each is timed and counted as done when the loop comes back for the next."""
         for step in range(self.progress.step + 1, self.config.trainer.steps + 1):
             if self.interrupted:
                 return
+            self.cursor = self.prompts.state()
             self.recorder.begin_step(step)
             yield step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -111,7 +112,7 @@ class Session:
             need, free = f"{planned.cpus:g} CPUs and {planned.gpus} GPUs", "no such node"
             if index < len(found):
                 free = f"{found[index].cpus:g} CPUs and {found[index].gpus} GPUs on {found[index].name}"
-            if index >= len(found) or (found[index].cpus, found[index].gpus) < (planned.cpus, planned.gpus):
+            if index >= len(found) or found[index].cpus < planned.cpus or found[index].gpus < planned.gpus:
                 raise ResourceError.one(f"node {planned.name}", f"planned with {need}", free, "Plan again with what is there now")
         return found
 
@@ -152,8 +153,9 @@ class Session:
     async def status(self) -> list[dict[str, Any]]:
         """One entry for each worker: what its process says it does, and since when."""
         found = []
-        for role, group in self.groups.items():
-            for rank, report in enumerate(await group.reports()):
+        reports = await asyncio.gather(*(group.reports() for group in self.groups.values()))
+        for (role, group), told in zip(self.groups.items(), reports, strict=True):
+            for rank, report in enumerate(told):
                 process = group.processes[rank]
                 entry = {"group": role, "roles": [role], "rank": rank, "node": process.node, "pid": process.pid}
                 found.append(entry | _told(report, role))
@@ -185,4 +187,5 @@ def _bundles(plan: Plan, pool: str, roles: Sequence[str]) -> list[tuple[Bundle, 
 
 def python_path() -> list[str]:
     """Where the controller finds a user's own code (the working directory, PYTHONPATH, a script's folder), for its workers too."""
-    return [entry for entry in sys.path if entry and not entry.startswith((sys.prefix, sys.base_prefix))]
+    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [entry for entry in sys.path if Path(entry).is_dir() and not any(Path(entry).is_relative_to(folder) for folder in libraries)]

@@ -1,0 +1,54 @@
+"""Signs of a run that goes wrong without failing: said on the screen and in the event log, and ended where going on is pointless."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from rolemesh.errors import RunStopped
+from rolemesh.observe import MetricValue
+from rolemesh.training.run import TrainingRun
+
+NONFINITE_STEPS: Final = 3
+"""Steps in a row without a finite gradient after which a run ends."""
+FLAT_GROUPS: Final = 0.5
+"""Share of groups without any spread in their rewards above which most of a step's work teaches nothing."""
+RATIO: Final = 1e-4
+"""Largest |ratio - 1| before the first weight change in float32: trainer and engine compute the same probabilities."""
+REPEAT_EVERY: Final = 20
+"""Steps between repetitions of the same warning."""
+
+
+def check(run: TrainingRun) -> None:
+    """Look at the step just recorded. Raises RunStopped when several steps in a row had no finite gradient."""
+    row = run.recorder.row
+    lost = float(row.get("actor/steps_skipped_nonfinite", 0)) > 0
+    run.nonfinite_steps = run.nonfinite_steps + 1 if lost else 0
+    if run.nonfinite_steps >= NONFINITE_STEPS:
+        raise RunStopped(
+            f"step {run.progress.step}: the last {run.nonfinite_steps} steps had a loss or gradient that is not finite; none was "
+            "applied. Lower trainer.learning_rate, or look at the rewards and samples of these steps"
+        )
+    for kind, text in _signs(run, row):
+        if run.progress.step - run.warned.get(kind, -REPEAT_EVERY) >= REPEAT_EVERY:
+            run.warned[kind] = run.progress.step
+            run.recorder.note(f"step {run.progress.step}: {text}")
+
+
+def _signs(run: TrainingRun, row: dict[str, MetricValue]) -> Iterator[tuple[str, str]]:
+    if float(row.get("actor/steps_skipped_nonfinite", 0)) > 0:
+        yield "nonfinite", "an optimizer step had a loss or gradient that is not finite and was left out"
+    flat = float(row.get("reward/zero_spread_groups", 0))
+    if flat > FLAT_GROUPS:
+        yield (
+            "flat",
+            f"{flat:.0%} of the groups have equal rewards throughout and teach nothing; a larger algorithm.group_size "
+            f"(now {run.config.algorithm.group_size}) or prompts of other difficulty would help",
+        )
+    ratio = float(row["policy/ratio_first_minibatch_max_deviation"])
+    if ratio > RATIO and run.config.model.dtype == "float32":
+        yield (
+            "ratio",
+            f"before any weight change the policy ratio is off by {ratio:.1e} (expected below {RATIO:.0e}): trainer and engine disagree on "
+            "the probabilities of the same tokens",
+        )
