@@ -77,6 +77,25 @@ class _Layer:
     down_bias: torch.Tensor | None
 
 
+class _Scratch:
+    """Where the projections of n tokens are written, with all the views that a layer needs. Decoding keeps one for each number of rows:
+    at small sizes making views takes as long as some of the arithmetic."""
+
+    __slots__ = ("gate", "gate_up", "heads", "new", "pairs", "qk", "qkv", "queries", "up")
+
+    def __init__(self, qkv: torch.Tensor, gate_up: torch.Tensor, shape: tuple[int, int, int]) -> None:
+        """`qkv` [n, kv_heads * (group + 2) * head_dim], `gate_up` [n, 2 * intermediate], `shape` (kv_heads, group + 2, head_dim)."""
+        kv_heads, parts, dim = shape
+        width = gate_up.shape[1] // 2
+        self.qkv, self.gate_up = qkv, gate_up
+        self.heads = qkv.view(-1, parts, dim)
+        self.queries, self.new = self.heads[:, : parts - 2], self.heads[:, parts - 2 :]
+        self.qk = qkv.view(-1, kv_heads, parts, dim)[:, :, : parts - 1]
+        pairs = self.qk.unflatten(-1, (dim // 2, 2))  # type: ignore[no-untyped-call]
+        self.pairs: torch.Tensor | None = torch.view_as_complex(pairs) if qkv.dtype == torch.float32 else None
+        self.gate, self.up = gate_up[:, :width], gate_up[:, width:]
+
+
 class FastRunner:
     """See the module docstring. `rows` is the most rows at once, `columns` the most tokens of a row."""
 
@@ -91,7 +110,7 @@ class FastRunner:
         self._kv_heads: int = config.num_key_value_heads
         self._group: int = config.num_attention_heads // config.num_key_value_heads
         self._head_dim: int = attention.head_dim
-        self._hidden: int = config.hidden_size
+        self._heads = (self._kv_heads, self._group + 2, self._head_dim)
         self._scale: float = attention.scaling
         self._eps = torch.full((1,), config.rms_norm_eps, device=device)
         block = DETERMINISTIC_ROWS if deterministic else 1
@@ -103,15 +122,13 @@ class FastRunner:
         self._cache = torch.zeros(
             (config.num_hidden_layers, 2, self._rows + 1, self._kv_heads, self._columns, self._head_dim), dtype=self._dtype, device=device
         )
-        flat = (-1, self._columns, self._head_dim)
-        self._keys = [layer[0].view(flat) for layer in self._cache]
-        self._values = [layer[1].view(flat) for layer in self._cache]
-        self._flat = [layer.view(-1, self._head_dim) for layer in self._cache]
+        self._blocks: dict[tuple[int, int], tuple[_Scratch, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]] = {}
         self._places = self._first_places()
         self._column = torch.arange(self._columns, device=device)
         self._remembered: tuple[Prompt, torch.Tensor] | None = None
         self._layers: list[_Layer] = []
         self.refresh()
+        self._decode_scratch = self._scratch(self._rows)
 
     def _rotary_table(self, model: Any) -> torch.Tensor:
         """exp(i * angle), shape [columns, head_dim / 2], from the model's own module, so that scaled variants are honoured."""
@@ -176,25 +193,29 @@ class FastRunner:
         scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return x * scale if x.dtype == torch.float32 else (x * scale).to(x.dtype)
 
-    def _project(self, layer: _Layer, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Rotated queries and keys, and values: [n, hidden] -> [n, kv_heads, group + 2, head_dim]. `turns` [n, 1, 1, head_dim / 2]."""
-        qkv = _linear(self._unit(x), layer.qkv, layer.qkv_bias).view(-1, self._kv_heads, self._group + 2, self._head_dim)
-        qk = qkv.narrow(2, 0, self._group + 1)
-        if layer.qk_norm is not None:
-            qk.copy_(self._unit(qk).mul_(layer.qk_norm))
-        if self._dtype == torch.float32:
-            torch.view_as_complex(qk.view(*qk.shape[:3], -1, 2)).mul_(turns)
-        else:
-            pairs = torch.view_as_complex(qk.float().view(*qk.shape[:3], -1, 2))
-            qk.copy_(torch.view_as_real(pairs * turns).flatten(-2))
-        return qkv
+    def _scratch(self, tokens: int) -> _Scratch:
+        layer = self._layers[0]
+        qkv, gate_up = (
+            torch.empty((tokens, matrix.shape[1]), dtype=self._dtype, device=self._device) for matrix in (layer.qkv, layer.gate_up)
+        )
+        return _Scratch(qkv, gate_up, self._heads)
 
-    def _finish_layer(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> None:
+    def _project(self, layer: _Layer, x: torch.Tensor, turns: torch.Tensor, scratch: _Scratch) -> None:
+        """Rotated queries and keys, and values, of x [n, hidden] into the scratch. `turns` is [n, 1, 1, head_dim / 2]."""
+        _linear(self._unit(x), layer.qkv, layer.qkv_bias, scratch.qkv)
+        if layer.qk_norm is not None:
+            scratch.qk.copy_(self._unit(scratch.qk).mul_(layer.qk_norm))
+        if scratch.pairs is not None:
+            scratch.pairs.mul_(turns)
+        else:
+            pairs = torch.view_as_complex(scratch.qk.float().view(*scratch.qk.shape[:3], -1, 2))
+            scratch.qk.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+
+    def _finish_layer(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor, scratch: _Scratch) -> None:
         """Output projection and feed-forward part, added to the residual stream `x` in place."""
         _add_linear(x, attended, layer.out, layer.out_bias)
-        both = _linear(self._unit(x), layer.gate_up, layer.gate_up_bias)
-        width = layer.down.shape[0]
-        _add_linear(x, F.silu(both.narrow(1, 0, width)).mul_(both.narrow(1, width, width)), layer.down, layer.down_bias)
+        _linear(self._unit(x), layer.gate_up, layer.gate_up_bias, scratch.gate_up)
+        _add_linear(x, F.silu(scratch.gate).mul_(scratch.up), layer.down, layer.down_bias)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(self._unit(x).mul_(self._final_norm), self._head)
@@ -251,8 +272,10 @@ class FastRunner:
         rows = slice(first, first + len(source))
         x = F.embedding(torch.from_numpy(padded).to(self._device).view(-1), self._embedding)
         turns = self._turns[:width].repeat(count, 1).view(count * width, 1, 1, -1)
+        scratch = self._scratch(count * width)
         for index, layer in enumerate(self._layers):
-            qkv = self._project(layer, x, turns).view(count, width, self._kv_heads, self._group + 2, self._head_dim)
+            self._project(layer, x, turns, scratch)
+            qkv = scratch.qkv.view(count, width, *self._heads)
             q = qkv[:, :, :, : self._group].permute(0, 2, 3, 1, 4).flatten(1, 2)
             k, v = (qkv[:, :, :, self._group + kind].transpose(1, 2).contiguous() for kind in (0, 1))
             self._cache[index, 0, rows, :, :width] = k.index_select(0, source)
@@ -260,8 +283,8 @@ class FastRunner:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._group > 1)
             attended = attended.transpose(1, 2).reshape(count * width, -1)
             if index == len(self._layers) - 1:  # nothing but the last position of each prompt matters from here on
-                x, attended = x[last], attended[last]
-            self._finish_layer(layer, x, attended)
+                x, attended, scratch = x[last], attended[last], self._scratch(count)
+            self._finish_layer(layer, x, attended, scratch)
         return self._logits(x).index_select(0, source)
 
     # -- decode
@@ -284,7 +307,7 @@ class FastRunner:
 
     def _decode_block(self, tokens: Rows, start: int, stop: int, extent: int) -> torch.Tensor:
         """One token for rows start..stop-1, attending to columns 0..extent-1 (those beyond a row's length are masked)."""
-        rows, heads, group, dim = stop - start, self._kv_heads, self._group, self._head_dim
+        rows, heads, group = stop - start, self._kv_heads, self._group
         position = torch.from_numpy(self._length[start:stop]).to(self._device)
         x = F.embedding(torch.from_numpy(tokens).to(self._device), self._embedding)
         turns = self._turns.index_select(0, position).view(rows, 1, 1, -1)
@@ -292,15 +315,26 @@ class FastRunner:
         bias = torch.zeros((rows, heads * group, extent), dtype=self._dtype, device=self._device)
         bias.masked_fill_((self._column[:extent] > position[:, None])[:, None], torch.finfo(self._dtype).min)
         bias = bias.view(rows * heads, group, extent)
-        for layer, keys, values, flat in zip(self._layers, self._keys, self._values, self._flat, strict=True):
-            qkv = self._project(layer, x, turns).view(rows * heads, group + 2, dim)
-            flat.index_put_((places,), qkv.narrow(1, group, 2))
-            keys = keys.narrow(0, start * heads, rows * heads).narrow(1, 0, extent)
-            values = values.narrow(0, start * heads, rows * heads).narrow(1, 0, extent)
-            scores = torch.baddbmm(bias, qkv.narrow(1, 0, group), keys.transpose(1, 2), alpha=self._scale)
-            attended = torch.bmm(torch.softmax(scores, -1), values)
-            self._finish_layer(layer, x, attended.view(rows, heads * group * dim))
+        scratch, caches = self._block(start, stop)
+        for layer, (flat, keys, values) in zip(self._layers, caches, strict=True):
+            self._project(layer, x, turns, scratch)
+            flat.index_put_((places,), scratch.new)
+            scores = torch.baddbmm(bias, scratch.queries, keys.narrow(2, 0, extent), alpha=self._scale)
+            attended = torch.bmm(torch.softmax(scores, -1), values.narrow(1, 0, extent))
+            self._finish_layer(layer, x, attended.view(rows, -1), scratch)
         return self._logits(x)
+
+    def _block(self, start: int, stop: int) -> tuple[_Scratch, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """Scratch for the rows, and per layer the flat cache [any, head_dim], keys [rows * heads, head_dim, columns] and values
+        [rows * heads, columns, head_dim]. Made once for each block of rows."""
+        if (start, stop) not in self._blocks:
+            whole, rows = self._decode_scratch, stop - start
+            caches = [
+                (layer.view(-1, self._head_dim), layer[0, start:stop].flatten(0, 1).transpose(1, 2), layer[1, start:stop].flatten(0, 1))
+                for layer in self._cache
+            ]
+            self._blocks[start, stop] = _Scratch(whole.qkv[:rows], whole.gate_up[:rows], self._heads), caches
+        return self._blocks[start, stop]
 
     def move(self, to: Rows, source: Rows) -> None:
         used = int(self._length[source].max())
@@ -308,8 +342,11 @@ class FastRunner:
         self._length[to] = self._length[source]
 
 
-def _linear(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+def _linear(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, matrix, out=out)
+    else:
+        torch.addmm(bias, x, matrix, out=out)
 
 
 def _add_linear(x: torch.Tensor, y: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
