@@ -1,15 +1,17 @@
 """Every error rolemesh raises on purpose, in one tree.
 
-    RolemeshError                     exit code 1
-    ├── ConfigError                   2   the config (or data, or model folder it names) cannot be used; lists all problems
-    ├── ResourceError                 3   the resources cannot satisfy the plan; lists all problems
-    ├── BatchError                        columns or rows do not fit together
-    ├── DeadlineExceeded              4   a wait ended; says who waited for whom and since when
-    ├── WorkerError                   4   a worker's method raised; carries the original type, message and traceback
-    │   └── WorkerDied                4   the worker's process is gone
-    ├── StaleCall                         a call of an older controller epoch or group generation was refused
-    ├── StaleWeights                      an engine was asked for another weight version than it holds
-    └── RunStopped                    4   the run ended on purpose (policy), with the reason
+    RolemeshError                exit code 4, unless given
+    ├── ConfigError              2   the config (or data, or model folder it names) cannot be used; lists all problems
+    ├── ResourceError            3   the resources cannot satisfy the plan; lists all problems
+    ├── BatchError                   columns or rows do not fit together
+    ├── DeadlineExceeded             a wait ended; says who waited for whom and since when
+    ├── WorkerError                  a worker's method raised; carries the original type, message and traceback
+    │   └── WorkerDied               the worker's process is gone
+    ├── DataLost                     stored columns are gone with the process or node that held them
+    ├── NotJoined                    a call needs all ranks of a group that has no communicator now
+    ├── StaleCall                    a call of an older controller epoch or group generation was refused
+    ├── StaleWeights                 an engine was asked for another weight version than it holds
+    └── RunStopped                   the run ended on purpose (policy), with the reason
 
 Errors travel between processes, so each one pickles: a subclass takes keyword fields only and composes its message from them.
 Messages say what was found, what was expected and what to do.
@@ -51,7 +53,7 @@ def _rebuild(cls: type[RolemeshError], fields: dict[str, Any]) -> RolemeshError:
 class RolemeshError(Exception):
     """Base of all. Subclasses list their keyword fields in the signature of `message`."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: ClassVar[int] = 4
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
@@ -102,8 +104,6 @@ class BatchError(RolemeshError):
 class DeadlineExceeded(RolemeshError):
     """A wait ended without result."""
 
-    exit_code = 4
-
     def __init__(self, *, waiter: str, subject: str, seconds: float, last_report: str = "") -> None:
         super().__init__(waiter=waiter, subject=subject, seconds=seconds, last_report=last_report)
 
@@ -115,8 +115,6 @@ class DeadlineExceeded(RolemeshError):
 
 class WorkerError(RolemeshError):
     """A worker's method raised. The last lines a user sees name role, rank, node and the original exception."""
-
-    exit_code = 4
 
     def __init__(
         self,
@@ -168,6 +166,31 @@ class WorkerDied(WorkerError):
     """The worker's process ended (killed, out of memory, crashed) while a call was under way or expected."""
 
 
+class DataLost(RolemeshError):
+    """Stored columns or objects are gone: the process or node that held them died. The phase that wrote them is to be repeated."""
+
+    def __init__(self, *, waiter: str, cause: str) -> None:
+        super().__init__(waiter=waiter, cause=cause)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return f"{fields['waiter']} needs stored values that are gone ({fields['cause']}). Repeat the phase that wrote them"
+
+
+class NotJoined(RolemeshError):
+    """A call to all ranks of a group whose communicator has not formed, or was cut since."""
+
+    def __init__(self, *, group: str, method: str) -> None:
+        super().__init__(group=group, method=method)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return (
+            f"{fields['group']}.{fields['method']}() refused: the ranks of {fields['group']} have no communicator (not joined yet, or cut "
+            "after a failed or late call, an abort or a replacement). Call rejoin() on the group first"
+        )
+
+
 class StaleCall(RolemeshError):
     """A call carried an older controller epoch or group generation than the worker has seen."""
 
@@ -198,8 +221,6 @@ class StaleWeights(RolemeshError):
 
 class RunStopped(RolemeshError):
     """The run was ended by a policy of the user (for example `algorithm.no_signal: stop`)."""
-
-    exit_code = 4
 
     def __init__(self, text: str) -> None:
         super().__init__(text=text)

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
 
 from rolemesh.batch import Batch
-from rolemesh.runtime import Answer, Dispatch, Request, Share, Topology, Worker, WorkerContext, register
+from rolemesh.runtime import Answer, Dispatch, Rendezvous, Request, Share, Topology, Worker, WorkerContext, register
 
 
 def split_reversed(topology: Topology, request: Request) -> list[Share | None]:
@@ -88,7 +89,15 @@ class Adder(Worker):
 
     @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_length",))
     def forgets(self, batch: Batch) -> Batch:
-        return batch.select([])
+        return self.lengths(batch).select([])
+
+    @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_length",))
+    def picks(self, batch: Batch, positions: list[int]) -> Batch:
+        return self.lengths(batch).take(positions)
+
+    @register(dispatch="all")
+    def lock(self, rank: int) -> object:
+        return threading.Lock() if self.context.rank == rank else None
 
     @register(dispatch="all")
     def sleep(self, seconds: float) -> None:
@@ -108,6 +117,17 @@ class Flaky(Adder):
             raise OSError("the disk was busy")
 
 
+class DiesJoining(Adder):
+    communicates = True
+
+    @register(dispatch="all", mutates=True)
+    def join(self, rendezvous: Rendezvous, deadline: float, timeout: float) -> None:
+        if self.context.rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().join(rendezvous, deadline, timeout)
+
+
 class Summer(Worker):
     """Sums over its communicator."""
 
@@ -122,7 +142,7 @@ class Summer(Worker):
             os.kill(os.getpid(), how)
         total = torch.full((200_000,), value + self.context.rank)
         for _ in range(3):
-            self.communicator.all_reduce_sum(total)
+            self.communicator.group.allreduce([total]).wait()
             total /= self.context.world_size
         return float(total[0])
 

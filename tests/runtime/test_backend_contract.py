@@ -4,16 +4,18 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from runtime_workers import Adder, Flaky, Summer
+from runtime_workers import Adder, DiesJoining, Flaky, Summer
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
-from rolemesh.errors import BatchError, DeadlineExceeded, ResourceError, WorkerDied, WorkerError
-from rolemesh.runtime import Backend, CallRecord, Deadlines, Pool, WorkerGroup
+from rolemesh.errors import BatchError, DataLost, DeadlineExceeded, NotJoined, ResourceError, WorkerDied, WorkerError
+from rolemesh.protocols.backend import Call, Report
+from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup
 
 
 def needs(backend: Backend, *capabilities: str) -> None:
@@ -22,15 +24,15 @@ def needs(backend: Backend, *capabilities: str) -> None:
         pytest.skip(f"{backend.name} lacks {', '.join(sorted(lacking))}")
 
 
-SHARED: dict[str, Pool] = {}
+SHARED: dict[Backend, Pool] = {}
 """Processes that tests share, by backend: starting them is what takes the time."""
 
 
 async def shared_pool(backend: Backend) -> Pool:
-    if backend.name not in SHARED:
-        SHARED[backend.name] = await Pool.of_slots(backend, "shared", [4], cpus=0.25)
-        await SHARED[backend.name].create(deadline=60)
-    return SHARED[backend.name]
+    if backend not in SHARED:
+        SHARED[backend] = await Pool.of_slots(backend, "shared", [4], cpus=0.25)
+        await SHARED[backend].create(deadline=60)
+    return SHARED[backend]
 
 
 @asynccontextmanager
@@ -46,9 +48,10 @@ async def a_pool(backend: Backend, slots: int) -> AsyncIterator[Pool]:
 
 @asynccontextmanager
 async def a_group(
-    backend: Backend, worker_class: type, workers: int, *, pool: Pool | None = None, **settings: object
+    backend: Backend, worker_class: type, workers: int, *, pool: Pool | None = None, bundles: Sequence[int] = (), **settings: object
 ) -> AsyncIterator[WorkerGroup]:
-    group = WorkerGroup(f"group{time.monotonic_ns()}", worker_class, pool or await shared_pool(backend), range(workers), **settings)
+    places = bundles or range(workers)
+    group = WorkerGroup(f"group{time.monotonic_ns()}", worker_class, pool or await shared_pool(backend), places, **settings)
     await group.create(deadline=120)
     await group.init()
     yield group
@@ -98,6 +101,32 @@ def test_C01_columns_go_out_in_shards_and_come_back_in_order(backend: Backend, r
     backend.run(main())
 
 
+def test_a_call_to_some_ranks_loses_no_row(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 3) as group:
+            batch = stored(backend, 5)
+            written = await group.call("lengths", batch, ranks=(0, 2))
+            assert (written.ids == batch.ids).all()
+            assert await column(backend, written, "response_length") == [1, 2, 3, 4, 5]
+
+    backend.run(main())
+
+
+def test_a_method_that_loses_or_repeats_rows_is_named(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_group(backend, Adder, 1) as group:
+            for positions, said in (
+                ([0, 2], r"1 were lost, first \(draw 1,"),
+                ([0, 1, 2, 2], r"1 were made up or repeated, first \(draw 2"),
+            ):
+                with pytest.raises(WorkerError, match=rf"{group.name}.picks\(\) got 3 rows and returned \d: {said}"):
+                    await group.picks(stored(backend, 3), positions)
+            written = await group.picks(stored(backend, 3), [2, 0, 1])
+            assert await column(backend, written, "response_length") == [1, 2, 3], "joined by id, whatever the order"
+
+    backend.run(main())
+
+
 def test_a_worker_receives_only_the_columns_it_reads(backend: Backend) -> None:
     async def main() -> None:
         async with a_group(backend, Adder, 2) as group:
@@ -114,6 +143,10 @@ def test_dispatch_modes(backend: Backend) -> None:
             assert await group.first() == 0
             assert await group.own(0) == 10 * (2 + 1 + 0)
             assert await group.call("fail_on", 9, ranks=(1, 2)) == [1, 2]
+            assert await group.call("first", ranks=(1,)) == 1
+            assert await group.call("double", [1, 2], ranks=(0, 2)) == [2, 4]
+            with pytest.raises(BatchError, match="ranks must be some of 0 to 2"):
+                await group.call("first", ranks=(3,))
             with pytest.raises(BatchError, match="one entry for each of 3 ranks, got 2"):
                 await group.double([1, 2])
             with pytest.raises(AttributeError, match="no registered method 'lenghts'"):
@@ -146,6 +179,38 @@ def test_an_error_keeps_its_type_message_and_place(backend: Backend) -> None:
             assert await group.count_up() == [1, 1], "a failed call leaves the workers usable"
 
     backend.run(main())
+
+
+def test_an_answer_that_cannot_travel_is_an_error_of_its_method(backend: Backend) -> None:
+    needs(backend, "processes")
+
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            with pytest.raises(WorkerError, match=rf"{group.name} rank 1 .* in lock\(\): TypeError: .*pickle") as caught:
+                await group.lock(1)
+            assert not isinstance(caught.value, WorkerDied)
+            assert await group.count_up() == [1, 1]
+            call = Call(id="x", epoch=1, generation=0, group=group.name, method="lock", args=(1,))
+            pending = backend.call(group.processes[1], call, [])
+            with pytest.raises(DataLost, match=r"stored values that are gone .*pickle"):
+                await backend.fetch(pending.blocks, 20)
+
+    backend.run(main())
+
+
+def test_a_failed_call_leaves_no_metrics_behind(backend: Backend) -> None:
+    records: list[CallRecord] = []
+
+    async def main() -> None:
+        async with a_group(backend, Adder, 1, observer=records.append) as group:
+            with pytest.raises(WorkerError):
+                await group.forgets(stored(backend, 3))
+            records.clear()
+            await group.lengths(stored(backend, 1))
+
+    backend.run(main())
+    assert records[0].metrics.reduce() == {"length": 1}
+    assert [span.name for span in records[0].replies[0].spans] == ["lengths", "counting"]
 
 
 def test_loading_is_retried_worker_by_worker(backend: Backend) -> None:
@@ -199,6 +264,24 @@ def test_several_roles_share_one_process(backend: Backend) -> None:
     backend.run(main())
 
 
+def test_replacing_a_shared_process_restores_the_workers_of_all_its_roles(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_pool(backend, 2) as pool:
+            first, second = WorkerGroup("first", Adder, pool, [0, 1]), WorkerGroup("second", Adder, pool, [1], worker_kwargs={"bonus": 7})
+            for group in (first, second):
+                await group.create()
+                await group.init()
+                await group.count_up()
+            await first.replace(1)
+            assert await first.count_up() == [2, 1], "rank 0 lives on, rank 1 is new"
+            assert await second.count_up() == [1]
+            assert await second.loads_seen() == [1]
+            assert (await second.who())[0]["pid"] == (await first.who())[1]["pid"]
+            assert await column(backend, await second.lengths(stored(backend, 1)), "response_length") == [8]
+
+    backend.run(main())
+
+
 def test_C06_H06_metrics_of_all_ranks_and_spans_reach_the_observer(backend: Backend) -> None:
     records: list[CallRecord] = []
 
@@ -238,7 +321,7 @@ def test_B12_a_late_call_ends_with_who_what_and_where_it_hangs(backend: Backend)
     async def main() -> None:
         async with a_group(backend, Adder, 2) as group:
             with pytest.raises(DeadlineExceeded) as caught:
-                await group.call("sleep", 4, ranks=(1,), deadline=1)
+                await group.call("sleep", 3, ranks=(1,), deadline=1)
             assert f"{group.name}.sleep() on rank 1" in str(caught.value)
             assert "time.sleep(seconds)" in str(caught.value)
 
@@ -281,6 +364,18 @@ def test_A04_a_pool_that_does_not_fit_fails_in_time_with_numbers(backend: Backen
     backend.run(main())
 
 
+def test_a_pool_on_a_node_that_is_gone_says_so(backend: Backend) -> None:
+    needs(backend, "processes")
+
+    async def main() -> None:
+        (node, *_) = (await backend.inventory()).nodes
+        pool = Pool(backend, "lost", [Bundle(node=0, cpus=1, gpus=0)], [replace(node, name="10.9.9.9#0")])
+        with pytest.raises(ResourceError, match=r"pool lost: node 10\.9\.9\.9#0; found alive: "):
+            await pool.create(deadline=5)
+
+    backend.run(main())
+
+
 def test_two_ranks_sum_over_their_communicator(backend: Backend) -> None:
     needs(backend, "communicators")
 
@@ -292,13 +387,23 @@ def test_two_ranks_sum_over_their_communicator(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-def test_B04_four_ranks_lose_one_and_form_again(backend: Backend, how: int) -> None:
-    """Survivors' communicators are cut from their control threads, the group re-forms under a new generation, processes stay."""
+def test_B04_four_ranks_lose_one_and_form_again(backend: Backend, how: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors' communicators are cut from their control threads, the group re-forms under a new generation, processes stay.
+
+    Two other roles live in these processes: one that has nothing to do with the lost process goes on, one that had a rank in it gets
+    its worker back with the new process and says that it must rejoin.
+    """
     needs(backend, "communicators", "processes")
+    monkeypatch.setattr("rolemesh.runtime.group.UNWIND_SECONDS", 5.0)  # of which the case with the stopped rank takes all
+    deadlines = Deadlines(join=60, call=120, control=5)
 
     async def main() -> None:
-        deadlines = Deadlines(join=60, call=120)
-        async with a_pool(backend, 4) as pool, a_group(backend, Summer, 4, pool=pool, deadlines=deadlines) as group:
+        async with (
+            a_pool(backend, 4) as pool,
+            a_group(backend, Summer, 4, pool=pool, deadlines=deadlines) as group,
+            a_group(backend, Summer, 2, pool=pool, bundles=[0, 1]) as apart,
+            a_group(backend, Summer, 2, pool=pool, bundles=[2, 3]) as beside,
+        ):
             before = await group.pid()
             generation = group.generation
             started = backend.time()
@@ -306,18 +411,44 @@ def test_B04_four_ranks_lose_one_and_form_again(backend: Backend, how: int) -> N
                 with pytest.raises(WorkerDied, match="rank 2"):
                     await group.step(1.0, 2, how)
             else:
-                with pytest.raises(DeadlineExceeded, match="rank 2"):
+                with pytest.raises(DeadlineExceeded, match="rank 2: its control thread does not answer"):
                     await group.call("step", 1.0, 2, how, deadline=3)
-                await group.abort()
             assert backend.time() - started < 25
+            states = [report.state for report in await group.reports() if isinstance(report, Report)]
+            assert states == ["idle"] * 3, "the survivors are free"
+            with pytest.raises(NotJoined, match="Call rejoin"):
+                await group.step(1.0)
+            assert await apart.step(1.0) == [1.5] * 2
             await group.replace(2)
+            with pytest.raises(NotJoined):
+                await beside.step(1.0)
             await group.rejoin()
+            await beside.rejoin()
             after = await group.pid()
             assert [after[rank] for rank in (0, 1, 3)] == [before[rank] for rank in (0, 1, 3)]
             assert after[2] != before[2]
             assert group.generation > generation
             assert await group.step(1.0) == [2.5] * 4
+            assert await beside.step(1.0) == [1.5] * 2
+            assert await beside.pid() == after[2:]
             with pytest.raises(ProcessLookupError):
                 os.kill(before[2], 0)
+
+    backend.run(main())
+
+
+def test_a_rank_that_dies_while_the_group_forms_ends_it_in_time(backend: Backend) -> None:
+    """The others wait for it in their stores and ports, from where they are freed at once and not after the join's deadline."""
+    needs(backend, "communicators", "processes")
+
+    async def main() -> None:
+        async with a_pool(backend, 2) as pool:
+            group = WorkerGroup("mortals", DiesJoining, pool, [0, 1], deadlines=Deadlines(join=60, control=5))
+            await group.create(deadline=120)
+            started = backend.time()
+            with pytest.raises(WorkerDied, match=r"mortals rank 1 .* in join\(\)"):
+                await group.init()
+            assert backend.time() - started < 20
+            assert (await group.reports())[0].state == "idle"
 
     backend.run(main())

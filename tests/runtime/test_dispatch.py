@@ -52,3 +52,8 @@ def test_balanced_parts_have_about_the_same_tokens_and_come_back_in_the_order_se
 def test_sharding_without_a_batch_is_refused() -> None:
     with pytest.raises(BatchError, match="first argument must be a BatchRef"):
         DISPATCHES["data_parallel"].split(Topology(world_size=2), Request(method="m", batch=None))
+
+
+def test_one_entry_each_takes_no_batch() -> None:
+    with pytest.raises(BatchError, match="cannot take a BatchRef"):
+        DISPATCHES["one_each"].split(Topology(world_size=2), Request(method="m", batch=ref(2), args=([1, 2],)))

@@ -52,6 +52,8 @@ class Process:
     node: str
     address: str
     pid: int
+    created: float = 0.0
+    """When it started (psutil's create_time): with the pid, what tells it from a later process of the same number."""
     handle: Any
 
 
@@ -118,8 +120,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A submitted call: `reply` resolves to the Reply or raises WorkerDied; `blocks` refer to the two tables it returns (see `Reply`);
-    a stored object is the second."""
+    """A submitted call. `reply` resolves to the Reply, or raises WorkerDied when the process is gone, DataLost when a block is gone, and
+    WorkerError when the answer cannot travel. `blocks` refer to the two tables it returns (see `Reply`); a stored object is the second."""
 
     process: Process
     call: Call
@@ -166,7 +168,7 @@ class Backend(Protocol):
         ...
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
-        """Ask the control thread (`report`, `abort`, ...). Answers also while a call computes."""
+        """Ask the control thread (`report`, `abort`; see `ProcessHost.control`). Answers also while a call computes."""
         ...
 
     def put(self, value: Any) -> Any:
@@ -174,7 +176,7 @@ class Backend(Protocol):
         ...
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
-        """Values of references, for the few small columns that the controller reads."""
+        """Values of references, for the few small columns that the controller reads. Raises DataLost."""
         ...
 
     async def kill(self, process: Process) -> None:

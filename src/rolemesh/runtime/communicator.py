@@ -1,15 +1,21 @@
-"""A process group between the ranks of a worker group, which another thread can take apart.
+"""A process group between the ranks of a worker group, which another thread can take apart at any time, also while it forms.
 
 Losing a rank leaves the others blocked in a collective: with gloo two neighbours fail at once, the farthest waits for the group's
-timeout, and `abort()` frees nobody. So a communicator remembers the sockets that appeared while it formed; `cut()` shuts them down
-from the control thread, the blocked collective raises at once, and the ranks re-form under a new generation. Nothing here is global:
-each communicator has a process group of its own, so several roles of one process do not meet.
+timeout, and `abort()` frees nobody. So the ranks tell each other where they listen before they connect; `cut()` shuts down exactly the
+connections to and from these addresses from the control thread, the blocked collective raises at once, and the ranks re-form under a
+new generation. Nothing here is global: each communicator has a process group of its own, so several roles of one process do not meet.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,9 +23,15 @@ from typing import TYPE_CHECKING
 from rolemesh.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
-    import torch
     from torch._C._distributed_c10d import Store, TCPStore
     from torch.distributed import ProcessGroup
+
+End = tuple[str, int]
+"""Address and port that a socket is bound to."""
+REPORT_SECONDS = 1.0
+"""A wait inside torch that has ended at the deadline gets this long to say what it waited for."""
+_OPENING = threading.Lock()
+"""Held while gloo opens its port, which it does not tell: it is the one that listens afterwards and did not before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,43 +44,18 @@ class Rendezvous:
 
 
 class Communicator:
-    """One rank's end of a process group: gloo for a worker on the CPU, NCCL for one on a GPU.
+    """One rank's end of a process group: gloo for a worker on the CPU, NCCL for one on a GPU. `group` is there once `form` returned.
 
-    `deadline` bounds forming it, `timeout` each collective, both in seconds. Raises DeadlineExceeded when the ranks do not meet.
+    `address` is this worker's own: the network interface that the ranks talk over.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        *,
-        rank: int,
-        world_size: int,
-        deadline: float,
-        timeout: float,
-        device: str = "cpu",
-        store: TCPStore | None = None,
-    ) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+    group: ProcessGroup
 
-        before = _sockets()
-        wait = timedelta(seconds=deadline)
-        subject = f"{world_size} ranks at {rendezvous.address}:{rendezvous.port} (generation {rendezvous.generation})"
-        try:
-            self._store = store or TCPStore(rendezvous.address, rendezvous.port, world_size, is_master=False, timeout=wait)
-            scoped = PrefixStore(f"generation-{rendezvous.generation}", self._store)
-            scoped.set_timeout(wait)
-            self.group: ProcessGroup = (
-                _form_gloo(scoped, rank, world_size, rendezvous.address, timeout)
-                if device == "cpu"
-                else _form_nccl(scoped, rank, world_size, timeout)
-            )
-            self.group.allreduce([torch.ones(1, device=device)]).wait(wait)  # opens every connection, so that cut() knows them all
-        except (dist.DistError, RuntimeError) as error:
-            raise DeadlineExceeded(waiter=f"rank {rank}", subject=subject, seconds=deadline, last_report=str(error)) from error
-        self.rank, self.world_size = rank, world_size
-        self._links = _sockets() - before
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, world_size: int, address: str, device: str = "cpu") -> None:
+        self.rendezvous, self.rank, self.world_size = rendezvous, rank, world_size
+        self._address, self._device = address, device
+        self._ends: set[End] = {(rendezvous.address, rendezvous.port)}
+        self._forming: Future[ProcessGroup] = Future()
 
     @staticmethod
     def open_store(address: str, world_size: int, deadline: float) -> TCPStore:
@@ -77,69 +64,116 @@ class Communicator:
 
         return TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline), use_libuv=True)
 
-    @property
-    def connections(self) -> int:
-        return len(self._links)
+    def form(self, *, deadline: float, timeout: float, store: TCPStore | None = None) -> None:
+        """Meet the other ranks within `deadline` seconds; `timeout` is that of each collective from then on.
 
-    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over all ranks in place."""
-        self.group.allreduce([tensor]).wait()
+        Forming blocks where nothing can interrupt it (waiting to be connected to), so it runs in a thread of its own, which is left
+        behind on a cut. Raises DeadlineExceeded when the ranks do not meet, or when `cut` ends the attempt.
+        """
+        started = time.monotonic()
+        threading.Thread(target=self._form, args=(started + deadline, store), daemon=True, name="rolemesh-join").start()
+        try:
+            self.group = self._forming.result(deadline + REPORT_SECONDS)
+        except (CancelledError, TimeoutError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+            self._forming.cancel()
+            met = self.rendezvous
+            subject = f"{self.world_size} ranks at {met.address}:{met.port} (generation {met.generation})"
+            report = "the attempt was cut" if isinstance(error, CancelledError) else str(error)
+            waited = time.monotonic() - started
+            raise DeadlineExceeded(waiter=f"rank {self.rank}", subject=subject, seconds=waited, last_report=report) from error
+        self.group.set_timeout(timedelta(seconds=timeout))
+
+    def _form(self, ends: float, store: TCPStore | None) -> None:
+        with suppress(InvalidStateError):  # nobody waits for it any more
+            try:
+                self._forming.set_result(self._connect(ends, store))
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: `form` raises it
+                self._forming.set_exception(error)
+
+    def _connect(self, ends: float, store: TCPStore | None) -> ProcessGroup:
+        import torch
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        met, wait = self.rendezvous, _until(ends)
+        scoped = PrefixStore(
+            f"generation-{met.generation}",
+            store or TCPStore(met.address, met.port, self.world_size, is_master=False, timeout=wait),
+        )
+        scoped.set_timeout(_until(ends))
+        group = self._connect_gloo(scoped, ends) if self._device == "cpu" else self._connect_nccl(scoped, ends)
+        group.allreduce([torch.ones(1, device=self._device)]).wait(_until(ends))  # NCCL connects here
+        return group
+
+    def _connect_gloo(self, store: Store, ends: float) -> ProcessGroup:
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to give the address
+        with _OPENING:
+            others = _listening()
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+            mine = next(end for end in _listening() if end not in others)
+        store.set(f"end-{self.rank}", f"{mine[0]} {mine[1]}")
+        for rank in range(self.world_size):
+            address, port = store.get(f"end-{rank}").decode().split()
+            self._ends.add((address, int(port)))
+        options._timeout = _until(ends)
+        group: ProcessGroup = ProcessGroupGloo(store, self.rank, self.world_size, options)  # type: ignore[assignment]
+        return group
+
+    def _connect_nccl(self, store: Store, ends: float) -> ProcessGroup:
+        from torch._C import _distributed_c10d
+
+        options = _distributed_c10d.ProcessGroupNCCL.Options()
+        options._timeout = _until(ends)
+        group: ProcessGroup = _distributed_c10d.ProcessGroupNCCL(store, self.rank, self.world_size, options)  # type: ignore[assignment]
+        return group
 
     def cut(self) -> int:
-        """Shut the connections down (any thread). A collective under way on any rank then raises. Returns how many were cut."""
-        return sum(_shut(descriptor, link) for descriptor, link in self._links)
-
-    def close(self) -> None:
-        """Leave: shut connections and drop the group."""
-        self.cut()
-        self._links = set()
-        del self.group, self._store
+        """Take the connections down (any thread): forming, or a collective under way on any rank, then raises. Returns how many."""
+        formed = not self._forming.cancel() and self._forming.exception(0) is None
+        if formed and self._device != "cpu":
+            self._forming.result(0).abort()  # NCCL's own connections (shared memory, other sockets) are not ours to know
+        ends = set(self._ends)
+        return sum(_shut(connection) for connection in _sockets() if ends & _ends(connection))
 
 
-def _form_gloo(store: Store, rank: int, world_size: int, address: str, timeout: float) -> ProcessGroup:
-    from torch.distributed import ProcessGroupGloo
-
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to give the address and a timeout
-    options._timeout = timedelta(seconds=timeout)
-    loopback = address.startswith("127.") or address == "::1"
-    device = ProcessGroupGloo.create_device(hostname=address) if loopback else ProcessGroupGloo.create_default_device()
-    options._devices = [device]
-    group: ProcessGroup = ProcessGroupGloo(store, rank, world_size, options)  # type: ignore[assignment]
-    return group
+def _until(ends: float) -> timedelta:
+    return timedelta(seconds=max(ends - time.monotonic(), 0.01))
 
 
-def _form_nccl(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:
-    from torch._C import _distributed_c10d
-
-    options = _distributed_c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    group: ProcessGroup = _distributed_c10d.ProcessGroupNCCL(store, rank, world_size, options)  # type: ignore[assignment]
-    return group
-
-
-def _sockets() -> set[tuple[int, str]]:
-    found = set()
+def _sockets() -> Iterator[socket.socket]:
+    """A duplicate of each internet socket of this process: unlike the descriptor, no other thread can close and reuse it meanwhile."""
     for name in os.listdir("/proc/self/fd"):
-        link = _link(int(name))
-        if link.startswith("socket:"):
-            found.add((int(name), link))
-    return found
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:
+            continue  # closed since
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            continue
+        with socket.socket(fileno=descriptor) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                yield copy
 
 
-def _link(descriptor: int) -> str:
+def _listening() -> list[End]:
+    return [_end(copy.getsockname()) for copy in _sockets() if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+
+
+def _ends(connection: socket.socket) -> set[End]:
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
+        return {_end(connection.getsockname()), _end(connection.getpeername())}
     except OSError:
-        return ""
+        return set()  # listening, or not connected any more
 
 
-def _shut(descriptor: int, link: str) -> bool:
-    if _link(descriptor) != link:
-        return False  # closed since, and perhaps opened again by somebody else
+def _end(name: tuple[str, int]) -> End:
+    return name[0].removeprefix("::ffff:"), name[1]  # an IPv4 address on a socket that takes both
+
+
+def _shut(connection: socket.socket) -> bool:
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
-            copy.getpeername()
-            copy.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False
     return True

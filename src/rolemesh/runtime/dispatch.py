@@ -1,7 +1,8 @@
 """How a call of a group becomes calls of its workers (split), and how their answers become one result (collect).
 
 Built-in ways are in `DISPATCHES`; users give their own pair as `Dispatch(name, split, collect)`. A split returns one `Share` per rank,
-None for a rank that is not called. Splitting a `BatchRef` is metadata only. Every way that shards a batch is mesh-aware: it shards
+None for a rank that is not called. A call to a chosen subset is split over that subset as if it were the whole group: ranks here are
+places among the ranks chosen. Splitting a `BatchRef` is metadata only. Every way that shards a batch is mesh-aware: it shards
 over data-parallel groups, gives the same share to all tensor-parallel ranks of a group and collects from the first of them.
 """
 
@@ -17,7 +18,7 @@ from rolemesh.errors import BatchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Ranks of a group: `world_size = data_parallel * tensor_parallel`; neighbours are tensor-parallel."""
+    """Ranks called: `world_size = data_parallel * tensor_parallel`; neighbours are tensor-parallel."""
 
     world_size: int
     tensor_parallel: int = 1
@@ -33,13 +34,12 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A group call as the user wrote it; `ranks` restricts it to some workers."""
+    """A group call as the user wrote it."""
 
     method: str
     batch: BatchRef | None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,10 @@ class Answer:
     rank: int
     value: Any
     batch: BatchRef | None
+
+    @property
+    def result(self) -> Any:
+        return self.value if self.batch is None else self.batch
 
 
 Split = Callable[[Topology, Request], list[Share | None]]
@@ -83,12 +87,14 @@ def split_all(topology: Topology, request: Request) -> list[Share | None]:
 
 
 def split_rank_zero(topology: Topology, request: Request) -> list[Share | None]:
-    """Only rank 0 is called."""
+    """Only the first rank is called."""
     return [_whole(request), *[None] * (topology.world_size - 1)]
 
 
 def split_one_each(topology: Topology, request: Request) -> list[Share | None]:
     """Each positional argument is a list with one entry per rank."""
+    if request.batch is not None:
+        raise BatchError(f"{request.method}() gives each rank an entry of a list; it cannot take a BatchRef as first argument")
     for position, values in enumerate(request.args):
         if len(values) != topology.world_size:
             raise BatchError(
@@ -123,14 +129,13 @@ def split_balanced(topology: Topology, request: Request) -> list[Share | None]:
 
 
 def collect_all(topology: Topology, request: Request, answers: Sequence[Answer]) -> Any:
-    """Values of all ranks, in rank order."""
-    return [answer.value for answer in answers]
+    """Values (or columns) of all ranks, in rank order."""
+    return [answer.result for answer in answers]
 
 
 def collect_first(topology: Topology, request: Request, answers: Sequence[Answer]) -> Any:
     """The value (or columns) of the first rank called."""
-    first = answers[0]
-    return first.batch if first.batch is not None else first.value
+    return answers[0].result
 
 
 def collect_shards(topology: Topology, request: Request, answers: Sequence[Answer]) -> Any:
@@ -139,9 +144,7 @@ def collect_shards(topology: Topology, request: Request, answers: Sequence[Answe
     written = [answer.batch for answer in leaders if answer.batch is not None]
     if not written:
         return [answer.value for answer in leaders]
-    sent = _batch(request)
-    joined = BatchRef.concat(written)
-    return sent.select([]).join(joined) if joined.num_rows == sent.num_rows else joined
+    return _batch(request).select([]).join(BatchRef.concat(written))  # workers return exactly the rows they got
 
 
 DISPATCHES: Final[dict[str, Dispatch]] = {

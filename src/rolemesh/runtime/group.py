@@ -16,10 +16,11 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rolemesh.batch import BatchRef
-from rolemesh.errors import DeadlineExceeded, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
 from rolemesh.observe import Metrics
 from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report
 from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
@@ -29,6 +30,8 @@ from rolemesh.runtime.worker import Registered, Worker, WorkerContext, registere
 
 UNWIND_SECONDS = 10.0
 """How long the other ranks of a failed call get to come back after their communicators were cut."""
+LIFE = frozenset(registered_methods(Worker))
+"""Methods that make a communicator, and so need none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +56,8 @@ class Deadlines:
     control: float = 10.0
 
 
-@dataclass(slots=True)
-class _Member:
-    rank: int
-    bundle: int
-    process: Process | None = None
-
-    def started(self) -> Process:
-        if self.process is None:
-            raise RuntimeError(f"rank {self.rank} has no process yet: await group.create() first")
-        return self.process
+Called = Mapping[int, Pending]
+"""The calls under way, by rank."""
 
 
 def _observe_nothing(record: CallRecord) -> None:
@@ -88,64 +83,79 @@ class WorkerGroup:
     run_dir: str = ""
     observer: Callable[[CallRecord], None] = _observe_nothing
     generation: int = field(default=0, init=False)
-    _members: list[_Member] = field(init=False)
+    _joined: bool = field(default=False, init=False)
+    """The ranks have a communicator that was not cut."""
     _methods: dict[str, Registered] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._members = [_Member(rank, bundle) for rank, bundle in enumerate(self.bundles)]
         self._methods = registered_methods(self.worker_class)
+        taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
+        if taken:
+            raise ConfigError.one(
+                f"worker class {self.worker_class.__qualname__}",
+                "registered methods must have other names than what a group itself has",
+                ", ".join(taken),
+                "Rename them",
+            )
 
     # -- create, init ---------------------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
-        return len(self._members)
+        return len(self.bundles)
 
     @property
-    def topology(self) -> Topology:
-        return Topology(world_size=self.world_size, tensor_parallel=self.tensor_parallel)
+    def _communicates(self) -> bool:
+        return self.worker_class.communicates and self.world_size > 1
 
     @property
     def processes(self) -> list[Process]:
         """The processes of the ranks, in rank order."""
-        return [member.started() for member in self._members]
+        return [self._process(rank) for rank in range(self.world_size)]
+
+    def _process(self, rank: int) -> Process:
+        process = self.pool.running(self.bundles[rank])
+        if process is None:
+            raise RuntimeError(f"{self.name} rank {rank} has no process now: await group.create() or group.replace({rank}) first")
+        return process
 
     async def create(self, deadline: float = 60.0) -> None:
         """Start the processes and make the workers in them. Raises DeadlineExceeded, ResourceError or the worker's own error."""
-        await _all(self._create_member(member, deadline) for member in self._members)
+        await _all(self._create(rank, deadline) for rank in range(self.world_size))
+        for rank, bundle in enumerate(self.bundles):
+            self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
-    async def _create_member(self, member: _Member, deadline: float) -> None:
-        member.process = await self.pool.process(member.bundle, deadline)
-        await self.pool.backend.add_worker(
-            member.process, self.name, self.worker_class, self._context(member), self.worker_kwargs, deadline
-        )
+    async def _create(self, rank: int, deadline: float) -> None:
+        process = await self.pool.process(self.bundles[rank], deadline)
+        context = self._context(rank, process)
+        await self.pool.backend.add_worker(process, self.name, self.worker_class, context, self.worker_kwargs, deadline)
 
-    def _context(self, member: _Member) -> WorkerContext:
-        nodes = [self.pool.bundles[other.bundle].node for other in self._members]
-        node, process = nodes[member.rank], member.started()
+    def _context(self, rank: int, process: Process) -> WorkerContext:
+        places = [self.pool.bundles[bundle] for bundle in self.bundles]
+        nodes = [place.node for place in places]
         return WorkerContext(
             group=self.name,
-            rank=member.rank,
+            rank=rank,
             world_size=self.world_size,
-            local_rank=nodes[: member.rank].count(node),
-            local_world_size=nodes.count(node),
+            local_rank=nodes[:rank].count(nodes[rank]),
+            local_world_size=nodes.count(nodes[rank]),
             node=process.node,
             address=process.address,
             process=process.spec.name,
-            gpus=self.pool.bundles[member.bundle].gpus,
+            gpus=places[rank].gpus,
             run_dir=self.run_dir,
         )
 
     async def init(self, retries: int = 1) -> None:
         """Load models (each worker retried by itself), then form the communicator (retried as a group, each time anew)."""
-        await _all(self._load(member, retries) for member in self._members)
-        if self.worker_class.communicates and self.world_size > 1:
-            await self._join(retries)
+        await _all(self._load(rank, retries) for rank in range(self.world_size))
+        if self._communicates:
+            await self.rejoin(retries)
 
-    async def _load(self, member: _Member, retries: int) -> None:
+    async def _load(self, rank: int, retries: int) -> None:
         for attempt in range(retries + 1):
             try:
-                await self.call("load", ranks=(member.rank,), deadline=self.deadlines.load)
+                await self.call("load", ranks=(rank,), deadline=self.deadlines.load)
                 return
             except WorkerDied:
                 raise
@@ -153,12 +163,14 @@ class WorkerGroup:
                 if attempt == retries:
                     raise
 
-    async def _join(self, retries: int) -> None:
+    async def rejoin(self, retries: int = 1) -> None:
+        """Form the communicator anew under a new generation, for example after a rank was replaced."""
         for attempt in range(retries + 1):
             self.generation += 1
             try:
                 rendezvous = await self.call("open_rendezvous", self.generation, self.deadlines.join, deadline=self.deadlines.join)
                 await self.call("join", rendezvous, self.deadlines.join, self.deadlines.call, deadline=self.deadlines.join * 2)
+                self._joined = True
                 return
             except WorkerDied:
                 raise
@@ -166,16 +178,17 @@ class WorkerGroup:
                 if attempt == retries:
                     raise
 
-    async def rejoin(self, retries: int = 1) -> None:
-        """Form the communicator anew under a new generation, for example after a rank was replaced."""
-        await self._join(retries)
-
     async def replace(self, rank: int, deadline: float = 60.0) -> None:
-        """Kill a rank's process and start a new one in its place, its worker created and loaded; `rejoin` afterwards."""
-        member = self._members[rank]
-        await self.pool.kill(member.bundle)
-        await self._create_member(member, deadline)
-        await self._load(member, retries=0)
+        """Kill a rank's process and start a new one in its place, with the workers of all groups in it created and loaded.
+
+        Each of these groups that has a communicator needs `rejoin` afterwards.
+        """
+        await self.pool.replace(self.bundles[rank], deadline)
+
+    async def _restore(self, rank: int, deadline: float) -> None:
+        self._joined = False
+        await self._create(rank, deadline)
+        await self._load(rank, retries=0)
 
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
@@ -200,26 +213,44 @@ class WorkerGroup:
     ) -> Any:
         """Call a registered method on its ranks and join the answers as its dispatch says.
 
-        A `BatchRef` as first argument is sharded by the dispatch. `ranks` restricts the call to a chosen subset. With a `call_id` of
-        an earlier call of a mutating method, workers that have run it answer again without running it twice. When a rank fails or
-        dies, the others' communicators are cut, they get 10 s to come back, and the first cause is raised. Raises WorkerError,
-        WorkerDied, or DeadlineExceeded naming the ranks that did not answer and what they were doing.
+        A `BatchRef` as first argument is sharded by the dispatch. `ranks` restricts the call to a chosen subset: the dispatch then
+        splits over these as if they were the whole group. With a `call_id` of an earlier call of a mutating method, workers that have
+        run it answer again without running it twice. When a rank fails, dies or is late, the others' communicators are cut, they get
+        10 s to come back, and the first cause is raised. Raises WorkerError, WorkerDied, DeadlineExceeded naming the ranks that did
+        not answer and what they were doing, NotJoined, or BatchError for arguments that do not fit.
         """
         registered = self._methods[method]
         batch, rest = (args[0], args[1:]) if args and isinstance(args[0], BatchRef) else (None, args)
-        request = Request(method=method, batch=batch, args=rest, kwargs=kwargs, ranks=tuple(ranks) if ranks is not None else None)
-        shares = registered.dispatch.split(self.topology, request)
-        called = [rank for rank, share in enumerate(shares) if share is not None and (ranks is None or rank in ranks)]
+        chosen = self._chosen(ranks, method, batch)
+        topology = Topology(world_size=len(chosen), tensor_parallel=self.tensor_parallel)
+        request = Request(method=method, batch=batch, args=rest, kwargs=kwargs)
+        split = zip(chosen, registered.dispatch.split(topology, request), strict=True)
+        shares = {rank: share for rank, share in split if share is not None}
+        if self._communicates and not self._joined and len(shares) == self.world_size and method not in LIFE:
+            raise NotJoined(group=self.name, method=method)
         started = self.pool.backend.time()
         identity = call_id or uuid.uuid4().hex
-        pending = [self._submit(rank, shares[rank], registered, method, identity) for rank in called]
-        replies = await self._gather(pending, method, deadline or self.deadlines.call)
-        self._record(method, started, replies)
-        answers = [self._answer(rank, reply, sent, registered) for rank, reply, sent in zip(called, replies, pending, strict=True)]
-        return registered.dispatch.collect(self.topology, request, answers)
+        called = {rank: self._submit(rank, share, registered, method, identity) for rank, share in shares.items()}
+        replies = await self._gather(called, method, self.deadlines.call if deadline is None else deadline)
+        self._record(method, started, list(replies.values()))
+        answers = [_answer(chosen.index(rank), reply, called[rank], registered) for rank, reply in replies.items()]
+        return registered.dispatch.collect(topology, request, answers)
 
-    def _submit(self, rank: int, share: Share | None, registered: Registered, method: str, identity: str) -> Pending:
-        assert share is not None
+    def _chosen(self, ranks: Sequence[int] | None, method: str, batch: BatchRef | None) -> list[int]:
+        """The ranks to call, ascending. Raises BatchError for ranks that do not exist, and for rows to half a tensor-parallel group."""
+        everyone = range(self.world_size)
+        chosen = sorted(set(everyone if ranks is None else ranks))
+        if not chosen or not set(chosen) <= set(everyone):
+            raise BatchError(f"{self.name}.{method}(): ranks must be some of 0 to {self.world_size - 1}, got {ranks}")
+        groups = {rank // self.tensor_parallel for rank in chosen}
+        if batch is not None and len(groups) * self.tensor_parallel != len(chosen):
+            raise BatchError(
+                f"{self.name}.{method}() on ranks {chosen}: a batch goes to whole tensor-parallel groups of {self.tensor_parallel} "
+                "neighbouring ranks"
+            )
+        return chosen
+
+    def _submit(self, rank: int, share: Share, registered: Registered, method: str, identity: str) -> Pending:
         refs: list[Any] = []
         assembly = None
         if share.batch is not None:
@@ -236,13 +267,9 @@ class WorkerGroup:
             assembly=assembly,
             batch_blocks=len(refs),
         )
-        return self.pool.backend.call(self._members[rank].started(), call, [*refs, *stored])
-
-    def _answer(self, rank: int, reply: Reply, pending: Pending, registered: Registered) -> Answer:
-        value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
-        parts = [BatchRef.from_blocks([(ref, meta)]) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
-        batch = parts[0].join(parts[1]) if len(parts) == 2 else parts[0] if parts else None
-        return Answer(rank=rank, value=value, batch=batch)
+        pending = self.pool.backend.call(self._process(rank), call, [*refs, *stored])
+        pending.reply.add_done_callback(_look_at)
+        return pending
 
     def _record(self, method: str, started: float, replies: Sequence[Reply]) -> None:
         metrics = Metrics()
@@ -253,82 +280,94 @@ class WorkerGroup:
 
     # -- waiting and failing --------------------------------------------------------------------------------------------------
 
-    async def _gather(self, pending: Sequence[Pending], method: str, deadline: float) -> list[Reply]:
-        waiting = {item.reply for item in pending}
+    async def _gather(self, called: Called, method: str, deadline: float) -> dict[int, Reply]:
+        """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
+        waiting = {pending.reply for pending in called.values()}
         ends = self.pool.backend.time() + deadline
         while waiting:
             remaining = ends - self.pool.backend.time()
             done, waiting = await asyncio.wait(waiting, timeout=max(remaining, 0), return_when=asyncio.FIRST_COMPLETED)
             if any(future.exception() is not None or future.result().failure is not None for future in done):
                 await self._unwind(waiting)
-                raise self._first_cause(pending, method)
+                raise self._first_cause(called, method)
             if not done:
-                raise await self._expired([item for item in pending if item.reply in waiting], method, deadline)
-        return [item.reply.result() for item in pending]
+                error = await self._expired([rank for rank, pending in called.items() if pending.reply in waiting], method, deadline)
+                await self._unwind(waiting)
+                raise error
+        return {rank: pending.reply.result() for rank, pending in called.items()}
 
     async def _unwind(self, waiting: set[asyncio.Future[Reply]]) -> None:
-        """Free the ranks that may hang in a collective with the failed one, and wait for them."""
+        """Free the ranks that may hang in a collective with one that failed or is late, and wait for them."""
         if not waiting:
             return
-        if self.worker_class.communicates and self.world_size > 1:
-            await asyncio.gather(*(self._control(member, "abort") for member in self._members), return_exceptions=True)
+        cutting = asyncio.ensure_future(self.abort())  # beside the wait: a stopped process does not answer
         await asyncio.wait(waiting, timeout=UNWIND_SECONDS)
+        await cutting
 
-    async def _control(self, member: _Member, request: str, **kwargs: Any) -> Any:
-        return await self.pool.backend.control(member.started(), request, self.deadlines.control, **kwargs)
+    async def _control(self, rank: int, request: str, **kwargs: Any) -> Any:
+        return await self.pool.backend.control(self._process(rank), request, self.deadlines.control, **kwargs)
 
-    def _first_cause(self, pending: Sequence[Pending], method: str) -> RolemeshError:
+    def _first_cause(self, called: Called, method: str) -> RolemeshError:
         """A death comes before an exception (which may only be its echo in a collective); of exceptions the earliest counts."""
         failures: list[tuple[float, RolemeshError]] = []
-        for item in pending:
-            if not item.reply.done():
+        for rank, pending in called.items():
+            if not pending.reply.done():
                 continue
-            error = item.reply.exception()
+            error = pending.reply.exception()
             if isinstance(error, RolemeshError):
-                rank = self._rank_of(item.process)
                 failures.append((0.0, _named(error, self.name, rank, method)))
             elif error is not None:
                 raise error
-            elif (failure := item.reply.result().failure) is not None:
-                failures.append((failure.at, self._worker_error(item, failure, method)))
-        return min(failures, key=lambda found: found[0])[1]
+            elif (failure := pending.reply.result().failure) is not None:
+                failures.append((failure.at, self._worker_error(rank, pending.process, failure, method)))
+        return min(failures, key=lambda found: (not isinstance(found[1], WorkerDied), found[0]))[1]
 
-    def _worker_error(self, item: Pending, failure: Failure, method: str) -> WorkerError:
+    def _worker_error(self, rank: int, process: Process, failure: Failure, method: str) -> WorkerError:
         error = WorkerError(
             group=self.name,
-            rank=self._rank_of(item.process),
-            node=item.process.node,
-            pid=item.process.pid,
+            rank=rank,
+            node=process.node,
+            pid=process.pid,
             method=method,
             original_type=failure.type,
             original_message=failure.message,
             original_traceback=failure.traceback,
-            log_path=item.process.spec.log_path,
+            log_path=process.spec.log_path,
         )
         error.__cause__ = failure.error
         return error
 
-    def _rank_of(self, process: Process) -> int:
-        return next(member.rank for member in self._members if member.process is process)
-
-    async def _expired(self, late: Sequence[Pending], method: str, deadline: float) -> DeadlineExceeded:
-        ranks = [self._rank_of(item.process) for item in late]
-        reports = await asyncio.gather(
-            *(self._control(self._members[rank], "report", stack=True) for rank in ranks), return_exceptions=True
-        )
-        told = "; ".join(f"rank {rank}: {_tell(report)}" for rank, report in zip(ranks, reports, strict=True))
-        subject = f"{self.name}.{method}() on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    async def _expired(self, late: Sequence[int], method: str, deadline: float) -> DeadlineExceeded:
+        reports = await asyncio.gather(*(self._control(rank, "report", stack=True) for rank in late), return_exceptions=True)
+        told = "; ".join(f"rank {rank}: {_tell(report)}" for rank, report in zip(late, reports, strict=True))
+        subject = f"{self.name}.{method}() on rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=told)
 
     async def reports(self, *, stack: bool = False) -> list[Report | BaseException]:
         """What every rank's control thread says, in rank order; an exception where it does not answer."""
-        asked = (self._control(member, "report", stack=stack) for member in self._members)
+        asked = (self._control(rank, "report", stack=stack) for rank in range(self.world_size))
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
         return found
 
     async def abort(self) -> None:
-        """Free every rank that is blocked in a collective (control threads cut the communicators)."""
-        await asyncio.gather(*(self._control(member, "abort") for member in self._members), return_exceptions=True)
+        """Free every rank that is blocked in a collective: control threads cut this group's communicator. `rejoin` makes a new one."""
+        if self._communicates:
+            self._joined = False
+            aborts = (self._control(rank, "abort", group=self.name) for rank in range(self.world_size))
+            await asyncio.gather(*aborts, return_exceptions=True)
+
+
+def _answer(rank: int, reply: Reply, pending: Pending, registered: Registered) -> Answer:
+    value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
+    parts = [BatchRef.from_blocks([(ref, meta)]) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
+    batch = parts[0].join(parts[1]) if len(parts) == 2 else parts[0] if parts else None
+    return Answer(rank=rank, value=value, batch=batch)
+
+
+def _look_at(reply: asyncio.Future[Reply]) -> None:
+    """Retrieve the exception of a call that nobody may wait for any more, or asyncio reports it as lost."""
+    if not reply.cancelled():
+        reply.exception()
 
 
 def _tell(report: Report | BaseException) -> str:

@@ -11,9 +11,12 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from rolemesh.batch import Batch, BlockMeta, assemble, block_meta
 from rolemesh.errors import BatchError, RolemeshError, StaleCall
@@ -47,8 +50,8 @@ class ProcessHost:
     def add_worker(self, group: str, worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, Any]) -> Failure | None:
         """Make a worker of `group`; replaces an earlier one of the same group."""
         try:
-            os.environ.update(context.env())
-            worker = worker_class(context, **kwargs)
+            with _environment(context):
+                worker = worker_class(context, **kwargs)
         except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
             return _failure(error)
         worker.peers = Peers(self._workers)
@@ -81,17 +84,19 @@ class ProcessHost:
         started = time.time()
         worker, method = self._workers[call.group], self._methods[call.group][call.method]
         self._check_fence(call, worker)
-        os.environ.update(worker.context.env())
+        worker.metrics = Metrics()
+        worker.spans.drain()  # of a call that raised
         args = fill(call.args, blocks)
-        if call.assembly is not None:
-            args = (assemble(call.assembly, [blocks[index] for index in range(call.batch_blocks)]), *args)
-        result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
-        value, metas, written = _pack(method, call, result)
-        metrics, worker.metrics = worker.metrics, Metrics()
+        batch = assemble(call.assembly, blocks[: call.batch_blocks]) if call.assembly is not None else None
+        if batch is not None:
+            args = (batch, *args)
+        with _environment(worker.context):
+            result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
+        value, metas, written = _pack(method, f"{call.group}.{call.method}()", batch, result)
         reply = Reply(
             value=value,
             metas=metas,
-            metrics=metrics,
+            metrics=worker.metrics,
             spans=self._spans(worker, call, started),
             started=started,
             ended=time.time(),
@@ -108,12 +113,13 @@ class ProcessHost:
         whole = Span(name=call.method, start=started, end=time.time(), process=self.name, track=call.group, args={"call": call.id})
         return (whole, *worker.spans.drain())
 
-    def control(self, request: str, **kwargs: Any) -> Any:
-        """Answer on the control thread: `report` (with `stack=True`, what the compute thread is doing) or `abort`."""
+    def control(self, request: str, *, group: str = "", stack: bool = False) -> Any:
+        """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), or `abort` the worker of `group`."""
         if request == "abort":
-            return sum(worker.abort() for worker in self._workers.values())
+            worker = self._workers.get(group)
+            return worker.abort() if worker is not None else 0
         if request == "report":
-            return self._report(stack=bool(kwargs.get("stack")))
+            return self._report(stack=stack)
         raise ValueError(f"control request must be report or abort, got {request!r}")
 
     def _report(self, *, stack: bool) -> Report:
@@ -129,25 +135,56 @@ class ProcessHost:
         )
 
 
-def _pack(method: Registered, call: Call, result: Any) -> tuple[Any, tuple[BlockMeta | None, BlockMeta | None], tuple[Any, Any]]:
+@contextmanager
+def _environment(context: WorkerContext) -> Iterator[None]:
+    """The worker's standard variables, around its own code only: processes are shared, the local backend's even with the controller."""
+    before = {name: os.environ.get(name) for name in context.env()}
+    os.environ.update(context.env())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _pack(
+    method: Registered, who: str, sent: Batch | None, result: Any
+) -> tuple[Any, tuple[BlockMeta | None, BlockMeta | None], tuple[Any, Any]]:
     if method.stores:
         value, stored = result
         return value, (None, None), (None, stored)
     if not method.writes:
         return result, (None, None), (None, None)
     if not isinstance(result, Batch):
-        raise BatchError(
-            f"{call.group}.{call.method}() declares writes={method.writes} and must return a Batch, got {type(result).__name__}"
-        )
+        raise BatchError(f"{who} declares writes={method.writes} and must return a Batch, got {type(result).__name__}")
     missing = [name for name in method.writes if name not in result.names]
     if missing:
-        raise BatchError(f"{call.group}.{call.method}() must write {', '.join(method.writes)}; {', '.join(missing)} is missing")
+        raise BatchError(f"{who} must write {', '.join(method.writes)}; {', '.join(missing)} is missing")
+    if sent is not None:
+        _check_rows(who, sent, result)
     numbers = [name for name in method.writes if result.kind(name) in NUMBERS]
     others = [name for name in method.writes if name not in numbers]
     parts = [result.select(names).compact() if names else None for names in (numbers, others)]
     metas = [block_meta(part) if part is not None else None for part in parts]
     tables = [part.table if part is not None else None for part in parts]
     return None, (metas[0], metas[1]), (tables[0], tables[1])
+
+
+def _check_rows(who: str, sent: Batch, result: Batch) -> None:
+    """A method writes exactly the rows it was given, in any order. Raises BatchError naming the first that differs."""
+    if np.array_equal(sent.ids, result.ids):
+        return
+    got, returned = (Counter(map(tuple, batch.ids.tolist())) for batch in (sent, result))
+    for word, rows in (("lost", got - returned), ("made up or repeated", returned - got)):
+        if rows:
+            draw, sample = min(rows)
+            raise BatchError(
+                f"{who} got {got.total()} rows and returned {returned.total()}: {rows.total()} were {word}, first (draw {draw}, sample "
+                f"{sample}). Return one row for each row given; a row without a result has null in its scalar columns"
+            )
 
 
 def _failure(error: Exception) -> Failure:

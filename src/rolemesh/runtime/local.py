@@ -39,7 +39,6 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self._hosts: dict[str, ProcessHost] = {}
-        self._dead: set[str] = set()
         self._pools: dict[str, tuple[Bundle, ...]] = {}
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
@@ -68,7 +67,6 @@ class LocalBackend:
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
         node = "local"
         self._hosts[spec.name] = ProcessHost(spec.name, node)
-        self._dead.discard(spec.name)
         return Process(spec=spec, node=node, address=ADDRESS, pid=os.getpid(), handle=self._hosts[spec.name])
 
     async def add_worker(
@@ -106,7 +104,6 @@ class LocalBackend:
         return [ref.value for ref in refs]
 
     async def kill(self, process: Process) -> None:
-        self._dead.add(process.spec.name)
         self._hosts.pop(process.spec.name, None)
 
     async def release_pool(self, name: str) -> None:

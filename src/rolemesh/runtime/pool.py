@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from rolemesh.errors import ResourceError
 from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.backend import Backend, Bundle, Process, ProcessSpec
+
+Restore = Callable[[float], Awaitable[None]]
 
 
 class Pool:
@@ -28,6 +30,7 @@ class Pool:
         self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
         self._prefix, self._log_dir = prefix, log_dir
         self._starting: dict[int, asyncio.Task[Process]] = {}
+        self._tenants: dict[int, dict[str, Restore]] = {}
         self._env: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     @classmethod
@@ -51,30 +54,63 @@ class Pool:
         return f"{self._prefix}{self.name}"
 
     async def process(self, bundle: int, deadline: float) -> Process:
-        """The process of a bundle, started on first use."""
+        """The process of a bundle, started on first use. A start that failed is forgotten, so that the next use tries again."""
         if bundle not in self._starting:
             name = f"{self._full_name}-{bundle}"
             log_path = str(self._log_dir / f"{self.name}-{bundle}.log") if self._log_dir else ""
             spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path)
-            self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))
-        return await self._starting[bundle]
+            starting = self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))
+            starting.add_done_callback(lambda task: self._forget_failed(bundle, task))
+        return await asyncio.shield(self._starting[bundle])  # one waiter that gives up does not end the start for the others
+
+    def _forget_failed(self, bundle: int, task: asyncio.Task[Process]) -> None:
+        if not _succeeded(task) and self._starting.get(bundle) is task:
+            del self._starting[bundle]
+
+    def running(self, bundle: int) -> Process | None:
+        """The process of a bundle that has started."""
+        task = self._starting.get(bundle)
+        return task.result() if task is not None and _succeeded(task) else None
 
     @property
     def processes(self) -> list[Process]:
         """Processes that run now, by bundle."""
-        return [
-            task.result() for _, task in sorted(self._starting.items()) if task.done() and not task.cancelled() and task.exception() is None
-        ]
+        return [process for bundle in sorted(self._starting) if (process := self.running(bundle)) is not None]
+
+    def move_in(self, bundle: int, group: str, restore: Restore) -> None:
+        """A group has a worker in this bundle's process; `restore(deadline)` makes it again in a new process."""
+        self._tenants.setdefault(bundle, {})[group] = restore
+
+    async def replace(self, bundle: int, deadline: float) -> None:
+        """Kill the process of a bundle, start a new one and restore the workers of all groups in it."""
+        await self.kill(bundle)
+        for restore in list(self._tenants.get(bundle, {}).values()):
+            await restore(deadline)
 
     async def kill(self, bundle: int) -> None:
-        """End the process of a bundle; the next use starts a new one."""
+        """End the process of a bundle, also one that is still starting; the next use starts a new one."""
         task = self._starting.pop(bundle, None)
         if task is not None:
-            await self.backend.kill(await task)
+            await self._end(task)
+
+    async def _end(self, task: asyncio.Task[Process]) -> None:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if _succeeded(task):
+            await self.backend.kill(task.result())
 
     async def close(self) -> None:
-        """End all processes and give the bundles back."""
-        for process in self.processes:
-            await self.backend.kill(process)
-        self._starting.clear()
+        """End all processes, also those still starting, and give the bundles back. Then raises the first error of a kill, if any."""
+        tasks = [self._starting.pop(bundle) for bundle in sorted(self._starting)]
+        ended = await asyncio.gather(*map(self._end, tasks), return_exceptions=True)
+        self._tenants.clear()
         await self.backend.release_pool(self._full_name)
+        for error in ended:
+            if error is not None:
+                raise error
+
+
+def _succeeded(task: asyncio.Task[Process]) -> bool:
+    """Looks at the exception, so that asyncio does not report one that nobody waited for."""
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -148,22 +148,16 @@ class Worker:
         return Rendezvous(address=self.context.address, port=self._store.port, generation=generation)
 
     @register(dispatch="all", mutates=True)
-    def join(self, rendezvous: Rendezvous, deadline: float, timeout: float) -> int:
-        """Form the communicator of this generation; returns the number of its connections."""
+    def join(self, rendezvous: Rendezvous, deadline: float, timeout: float) -> None:
+        """Form the communicator of this generation."""
         self.leave()
-        self.context = self.context.joined(rendezvous)
-        store = getattr(self, "_store", None) if self.context.rank == 0 else None
+        self.context = context = self.context.joined(rendezvous)
         self.communicator = Communicator(
-            rendezvous,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
-            device=self.context.device,
-            deadline=deadline,
-            timeout=timeout,
-            store=store,
-        )
+            rendezvous, rank=context.rank, world_size=context.world_size, address=context.address, device=context.device
+        )  # from here on `abort` can cut it
+        store = getattr(self, "_store", None) if context.rank == 0 else None
+        self.communicator.form(deadline=deadline, timeout=timeout, store=store)
         self.joined()
-        return self.communicator.connections
 
     def joined(self) -> None:
         """Called after the communicator has formed, to hand it to whatever uses it."""
@@ -171,10 +165,10 @@ class Worker:
     @register(dispatch="all", mutates=True)
     def leave(self) -> None:
         """Drop the communicator and all that refers to it."""
-        if self.communicator is not None:
-            self.communicator.close()
-            self.communicator = None
+        self.abort()
+        self.communicator = None
 
     def abort(self) -> int:
         """Control thread: free a compute thread that is blocked in a collective. Returns the number of connections cut."""
-        return self.communicator.cut() if self.communicator is not None else 0
+        communicator = self.communicator  # the compute thread may drop it meanwhile
+        return communicator.cut() if communicator is not None else 0

@@ -9,19 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied, WorkerError
+from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
@@ -30,6 +39,9 @@ from rolemesh.runtime.ray.host import RayHost
 T = TypeVar("T")
 NODE_LABEL = "ray.io/node-id"
 LOG_TAIL_LINES = 20
+NODES_SECONDS = 30.0
+GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
+"""Ray's errors after which a process does not answer any more."""
 
 
 class RayBackend:
@@ -64,6 +76,7 @@ class RayBackend:
         if self._started:
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the job here, not background work
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "rolemesh"}
         if self._pythonpath:
             options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(self._pythonpath)}}
@@ -108,15 +121,14 @@ class RayBackend:
     # -- resources ------------------------------------------------------------------------------------------------------------
 
     async def inventory(self) -> Inventory:
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        free = ray._private.state.available_resources_per_node()
-        nodes = {node["NodeID"]: _node_info(node, free.get(node["NodeID"], {})) for node in alive}
-        ordered = order_nodes([info.name for info in nodes.values()])
-        by_name = {info.name: info for info in nodes.values()}
-        return Inventory(nodes=tuple(by_name[name] for name in ordered), origin="ray cluster")
+        by_name = {info.name: info for info in (await _nodes()).values()}
+        return Inventory(nodes=tuple(by_name[name] for name in order_nodes(list(by_name))), origin="ray cluster")
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        ids = _node_ids()
+        ids = {info.name: node_id for node_id, info in (await _nodes()).items()}
+        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].name not in ids]
+        if gone:
+            raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {', '.join(ids)}", "Plan again with the nodes there are")
         groups: dict[int, PlacementGroup] = {}
         self._groups[name], self._bundles[name] = groups, tuple(bundles)
         for node in sorted({bundle.node for bundle in bundles}):
@@ -163,8 +175,12 @@ class RayBackend:
             scheduling_strategy=strategy,
             runtime_env={"env_vars": dict(spec.env)},
         ).remote(spec.name, spec.log_path)
-        node, address, pid = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
-        return Process(spec=spec, node=node, address=address, pid=pid, handle=actor)
+        try:
+            node, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
+        except BaseException:  # also when nobody waits for it any more: it must not start later
+            ray.kill(actor, no_restart=True)
+            raise
+        return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=actor)
 
     async def add_worker(
         self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
@@ -187,7 +203,7 @@ class RayBackend:
         try:
             answer: Reply = await ref
         except RayError as error:
-            raise _died(process, error) from error
+            raise _failed(process, error) from error
         return answer
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
@@ -197,16 +213,16 @@ class RayBackend:
     async def _settle(self, ref: Any, deadline: float, subject: str, spec: ProcessSpec, process: Process | None = None) -> Any:
         try:
             return await asyncio.wait_for(_await(ref), deadline)
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline) from error
         except RayError as error:
             known = process or Process(spec=spec, node="", address="", pid=0, handle=None)
-            raise _died(known, error) from error
+            raise _failed(known, error) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline) from error
 
     async def kill(self, process: Process) -> None:
         ray.kill(process.handle, no_restart=True)
         if process.address == ray.util.get_node_ip_address():
-            _end(process.pid)
+            _end(process)
 
     # -- values ---------------------------------------------------------------------------------------------------------------
 
@@ -216,6 +232,8 @@ class RayBackend:
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         try:
             return list(await asyncio.wait_for(asyncio.gather(*map(_await, refs)), deadline))
+        except RayError as error:
+            raise DataLost(waiter="the controller", cause=_first_lines(error)) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
@@ -228,9 +246,23 @@ async def _placed(group: PlacementGroup, seconds: float) -> bool:
     ready = group.ready()
     try:
         await asyncio.wait_for(_await(ready), max(seconds, 0.01))
-    except (TimeoutError, GetTimeoutError):
+    except TimeoutError:
         return False
     return True
+
+
+async def _nodes() -> dict[str, NodeInfo]:
+    """The nodes that are alive by Ray's id. Ray asks its head node and blocks meanwhile, so a thread does it."""
+
+    def ask() -> dict[str, NodeInfo]:
+        # What is free on each node has no public call without Ray's dashboard; the public `available_resources` only has the sum.
+        free = ray._private.state.available_resources_per_node()
+        return {node["NodeID"]: _node_info(node, free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]}
+
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(ask), NODES_SECONDS)
+    except TimeoutError as error:
+        raise DeadlineExceeded(waiter="the controller", subject="Ray's list of nodes", seconds=NODES_SECONDS) from error
 
 
 def _node_info(node: Mapping[str, Any], free: Mapping[str, float]) -> NodeInfo:
@@ -252,20 +284,26 @@ def _node_name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerAddress']}#{node['NodeID'][:8]}"
 
 
-def _node_ids() -> dict[str, str]:
-    return {_node_name(node): node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
 def _resources(bundle: Bundle) -> dict[str, float]:
     return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
 
 
-def _died(process: Process, error: RayError) -> WorkerDied:
-    reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died" if isinstance(error, RayActorError) else "failed"
-    return WorkerDied(
-        group="", rank=-1, node=process.node, pid=process.pid, method="",
-        original_type=type(error).__name__, original_message=f"process {process.spec.name} {reason}: {_first_lines(error)}",
-        log_path=process.spec.log_path, log_tail=_tail(process.spec.log_path),
+def _failed(process: Process, error: RayError) -> RolemeshError:
+    """What a Ray error means for a call: data that is gone, a process that is gone, or an error around the method (pickling)."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, ObjectLostError):
+        return DataLost(waiter=f"process {process.spec.name}", cause=_first_lines(cause))
+    if not isinstance(error, GONE):
+        return _worker_error(WorkerError, process, type(cause).__name__, str(cause), original_traceback=str(error))
+    reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died"
+    message = f"process {process.spec.name} {reason}: {_first_lines(error)}"
+    return _worker_error(WorkerDied, process, type(error).__name__, message, log_tail=_tail(process.spec.log_path))
+
+
+def _worker_error(kind: type[WorkerError], process: Process, original: str, message: str, **more: str) -> WorkerError:
+    return kind(
+        group="", rank=-1, node=process.node, pid=process.pid, method="", original_type=original, original_message=message,
+        log_path=process.spec.log_path, **more,
     )  # fmt: skip
 
 
@@ -283,8 +321,11 @@ def _tail(log_path: str) -> str:
         return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def _end(pid: int) -> None:
+def _end(process: Process) -> None:
+    """SIGKILL, also for a stopped process, which Ray's own request does not reach. The pid may be another process's by now."""
     try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+        found = psutil.Process(process.pid)
+        if abs(found.create_time() - process.created) < 1:  # seconds: both follow the wall clock, which may be set in between
+            found.kill()
+    except psutil.NoSuchProcess:
         return

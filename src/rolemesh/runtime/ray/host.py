@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+import psutil
 import ray
 
 from rolemesh.protocols.backend import Call, Failure, Reply
@@ -23,9 +24,9 @@ class RayHost:
         self._host = ProcessHost(name, self._address)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def who(self) -> tuple[str, str, int]:
-        """(node, address, pid)."""
-        return self._host.node, self._address, os.getpid()
+    def who(self) -> tuple[str, str, int, float]:
+        """(node, address, pid, when this process started)."""
+        return self._host.node, self._address, os.getpid(), psutil.Process().create_time()
 
     def add_worker(self, group: str, worker_class: type, context: Any, kwargs: dict[str, Any]) -> Failure | None:
         return self._host.add_worker(group, worker_class, context, kwargs)

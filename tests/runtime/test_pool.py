@@ -1,0 +1,89 @@
+"""Starting and ending the processes of a pool, with a backend whose starts and kills do as they are told."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from rolemesh.errors import ResourceError, RolemeshError
+from rolemesh.plan.schema import NodeInfo
+from rolemesh.protocols.backend import Process, ProcessSpec
+from rolemesh.runtime import Bundle, LocalBackend, Pool
+
+
+@dataclass(eq=False)
+class Obedient(LocalBackend):
+    """Fails, delays and records as told."""
+
+    failing_starts: int = 0
+    start_seconds: float = 0.0
+    failing_kills: set[int] = field(default_factory=set)
+    killed: list[int] = field(default_factory=list)
+    cancelled: int = 0
+    released: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
+        try:
+            await asyncio.sleep(self.start_seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise ResourceError.one("process", "room")
+        return await super().spawn(spec, deadline)
+
+    async def kill(self, process: Process) -> None:
+        self.killed.append(process.spec.bundle)
+        if process.spec.bundle in self.failing_kills:
+            raise RolemeshError(text=f"cannot kill {process.spec.bundle}")
+        await super().kill(process)
+
+    async def release_pool(self, name: str) -> None:
+        self.released.append(name)
+
+
+def pool_of(backend: Obedient, bundles: int) -> Pool:
+    node = NodeInfo(name="local", cpus=8, memory_bytes=0, gpus=0)
+    return Pool(backend, "pool", [Bundle(node=0, cpus=1, gpus=0)] * bundles, [node])
+
+
+async def test_a_failed_start_is_tried_again() -> None:
+    pool = pool_of(Obedient(failing_starts=1), 1)
+    with pytest.raises(ResourceError):
+        await pool.process(0, 10)
+    assert (await pool.process(0, 10)).spec.bundle == 0
+
+
+async def test_a_waiter_that_gives_up_does_not_end_the_start_for_another() -> None:
+    pool = pool_of(Obedient(start_seconds=0.05), 1)
+    impatient, patient = (asyncio.ensure_future(pool.process(0, 10)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    impatient.cancel()
+    assert (await patient).spec.bundle == 0
+    assert impatient.cancelled()
+
+
+async def test_closing_ends_starts_under_way() -> None:
+    backend = Obedient(start_seconds=60)
+    pool = pool_of(backend, 2)
+    waiting = [asyncio.ensure_future(pool.process(bundle, 90)) for bundle in range(2)]
+    await asyncio.sleep(0.01)
+    await pool.close()
+    assert (backend.cancelled, backend.killed, backend.released) == (2, [], ["pool"])
+    assert all(isinstance(error, asyncio.CancelledError) for error in await asyncio.gather(*waiting, return_exceptions=True))
+
+
+async def test_one_failing_kill_does_not_spare_the_others() -> None:
+    backend = Obedient(failing_kills={0})
+    pool = pool_of(backend, 3)
+    for bundle in range(3):
+        await pool.process(bundle, 10)
+    with pytest.raises(RolemeshError, match="cannot kill 0"):
+        await pool.close()
+    assert (backend.killed, backend.released) == ([0, 1, 2], ["pool"])
+    await pool.close()
+    assert backend.killed == [0, 1, 2], "closed is closed"
