@@ -47,7 +47,7 @@ NAMED_ONLY = {"transformers", "torch"}
 SWALLOWS = {
     "runtime/host.py": "a worker's method may raise anything; it travels to the controller as a WorkerError",
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
-    "rewards/scorer.py": "a reward function may raise anything; it becomes the state of that sample",
+    "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }
 """Files that may catch everything without raising again: the boundaries of processes and of foreign code."""

@@ -13,11 +13,15 @@ from rolemesh.config.schema import DataConfig, RewardConfig
 from rolemesh.data import open_source
 from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.protocols.task import dump_task
-from rolemesh.rewards import RewardError, RewardScorer, check_rewards, concat_scored, top_errors
+from rolemesh.rewards import InProcess, RewardError, RewardScorer, check_rewards, concat_scored, top_errors
+
+
+def in_process(configs):
+    return RewardScorer(configs, InProcess(configs))
 
 
 def scorer_of(*names, **options):
-    return RewardScorer([RewardConfig(name=name if ":" in name else f"reward_functions:{name}", **options) for name in names])
+    return in_process([RewardConfig(name=name if ":" in name else f"reward_functions:{name}", **options) for name in names])
 
 
 def batch_of(responses):
@@ -49,7 +53,7 @@ def test_the_reward_is_the_weighted_sum(sample):
         RewardConfig(name="exact", weight=-0.5),
         RewardConfig(name="reward_functions:length_and_more", weight=1.0, options={"factor": 3.0}),
     ]
-    outcome = RewardScorer(configs).score([sample("four", "four")])[0]
+    outcome = in_process(configs).score([sample("four", "four")])[0]
     assert outcome.reward == 2.0 * 4 - 0.5 * 1 + 1.0 * 12
     assert (outcome.status, outcome.error) == ("ok", "")
     assert outcome.parts == {"reward_functions:length": 4.0, "exact": 1.0, "reward_functions:length_and_more": 12.0}
@@ -65,7 +69,7 @@ def test_a_threshold_makes_partial_credit_right_or_wrong(sample):
 
 def test_one_function_twice_has_two_names(sample):
     configs = [RewardConfig(name="exact"), RewardConfig(name="exact", options={"ignore_case": True})]
-    assert RewardScorer(configs).score([sample("A", "a")])[0].parts == {"exact": 0.0, "exact#2": 1.0}
+    assert in_process(configs).score([sample("A", "a")])[0].parts == {"exact": 0.0, "exact#2": 1.0}
 
 
 # failures
@@ -97,7 +101,7 @@ def test_one_part_without_a_score_leaves_the_sample_without_a_reward(sample, res
     assert outcome.parts == {"reward_functions:length": float(len(response)), "reward_functions:by_response": None}
 
 
-def test_E01_a_scorer_that_needs_the_main_thread_stops_the_first_batch(sample):
+def test_E01_in_process_a_scorer_that_needs_the_main_thread_stops_the_first_batch(sample):
     caught = []
 
     def work():
@@ -112,7 +116,7 @@ def test_E01_a_scorer_that_needs_the_main_thread_stops_the_first_batch(sample):
     (error,) = caught
     assert isinstance(error, RewardError)
     text = str(pickle.loads(pickle.dumps(error)))
-    assert "reward_functions:with_alarm raised for all 4 samples" in text
+    assert "reward_functions:with_alarm failed for all 4 samples" in text
     assert "ValueError: signal only works in main thread" in text
     assert "draw 0 sample 0 of 'sums'" in text
 
@@ -227,7 +231,7 @@ def test_generated_problems_are_scored_from_their_columns():
     right = [index % 2 == 0 for index in range(8)]
     batch = batch_of([problem.answer if good else "none" for problem, good in zip(problems, right, strict=True)])
     batch = batch.with_columns({"task": [dump_task(problem.task) for problem in problems]})
-    scored = RewardScorer([RewardConfig(threshold=1.0)]).score_batch(batch)
+    scored = in_process([RewardConfig(threshold=1.0)]).score_batch(batch)
     assert scored.scalars("reward").tolist() == [float(good) for good in right]
 
 

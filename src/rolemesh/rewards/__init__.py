@@ -1,19 +1,52 @@
-"""Rewards: built-in verifiers, a user's own functions, and the scorer that applies them. Called by the reward role and by sessions."""
+"""Rewards: built-in verifiers, a user's own functions, and the scorer that applies them. Called by the reward role and by sessions.
 
-from rolemesh.rewards.builtin import REWARDS
-from rolemesh.rewards.check import check_rewards
-from rolemesh.rewards.declare import reward_function
-from rolemesh.rewards.outcome import Outcome, concat_scored, outcome_columns, top_errors
-from rolemesh.rewards.scorer import RewardError, RewardScorer
+Names are imported when they are used: processes that only score, and a user's module that takes `reward_function` from here, need
+neither Arrow nor the config.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolemesh.rewards.builtin import REWARDS
+    from rolemesh.rewards.check import check_rewards
+    from rolemesh.rewards.declare import reward_function
+    from rolemesh.rewards.inprocess import InProcess
+    from rolemesh.rewards.outcome import Outcome, concat_scored, outcome_columns, top_errors
+    from rolemesh.rewards.pool import ScoringPool
+    from rolemesh.rewards.scorer import RewardError, RewardScorer
 
 __all__ = [
     "REWARDS",
+    "InProcess",
     "Outcome",
     "RewardError",
     "RewardScorer",
+    "ScoringPool",
     "check_rewards",
     "concat_scored",
     "outcome_columns",
     "reward_function",
     "top_errors",
 ]
+
+_HOMES = {
+    "builtin": ("REWARDS",),
+    "check": ("check_rewards",),
+    "declare": ("reward_function",),
+    "inprocess": ("InProcess",),
+    "outcome": ("Outcome", "concat_scored", "outcome_columns", "top_errors"),
+    "pool": ("ScoringPool",),
+    "scorer": ("RewardError", "RewardScorer"),
+}
+
+
+if not TYPE_CHECKING:  # type checkers shall find wrong names
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

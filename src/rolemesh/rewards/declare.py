@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+_PREPARE: Final = "__rolemesh_prepare__"
 
 
-def reward_function(*, needs: Collection[str] = (), sources: Collection[str] | None = None) -> Callable[[F], F]:
+def reward_function(
+    *, needs: Collection[str] = (), sources: Collection[str] | None = None, prepare: Callable[[], object] | None = None
+) -> Callable[[F], F]:
     """Decorator for scoring functions, built-in or a user's own; without it a function is taken to score anything.
 
     `needs` names what every problem must have: `answer`, or `task.KEY` for a key of `Sample.task`. `sources` names the only values of
-    `Sample.source` that the function knows. `check_rewards` compares both with the data.
+    `Sample.source` that the function knows. `check_rewards` compares both with the data. `prepare` is called once, in the process from
+    which all scoring processes are forked: there belong imports and tables that would cost each of them time and memory.
     """
 
     def declare(function: F) -> F:
         function.needs = tuple(needs)  # type: ignore[attr-defined]
         function.sources = None if sources is None else frozenset(sources)  # type: ignore[attr-defined]
+        setattr(function, _PREPARE, prepare or _nothing)
         return function
 
     return declare
@@ -31,3 +36,13 @@ def declared_needs(function: Callable[..., Any]) -> tuple[str, ...]:
 def declared_sources(function: Callable[..., Any]) -> frozenset[str] | None:
     """The sources that `reward_function` declared; None when it declared none."""
     return getattr(function, "sources", None)
+
+
+def declared_preparation(function: Callable[..., Any]) -> Callable[[], object]:
+    """The `prepare` that `reward_function` declared; one that does nothing otherwise."""
+    prepare: Callable[[], object] = getattr(function, _PREPARE, _nothing)
+    return prepare
+
+
+def _nothing() -> None:
+    pass

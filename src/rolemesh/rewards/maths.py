@@ -1,7 +1,7 @@
 """The verifier `math_verify`: is the final answer of the response mathematically equal to the reference? The home of `math_verify`.
 
-The library bounds its own running time with alarm signals, which exist only in the main thread; so they are switched off here and what
-could run for ever is refused beforehand. What remains takes milliseconds, at worst some seconds; the reward role bounds a whole call.
+The library bounds its own running time with alarm signals, which cannot interrupt a long computation in C; so they are switched off here
+and what is known to run for ever is refused beforehand, as a wrong answer. The deadline of the scoring pool bounds what remains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ MAX_EXPANSION: Final = 20
 """Largest power of a sum with unknowns, which comparing would expand."""
 
 
-@reward_function(needs=("answer",))
+def _prepare() -> None:
+    """The library, and what it builds when it first reads an expression."""
+    _parse("1")
+
+
+@reward_function(needs=("answer",), prepare=_prepare)
 def math_verify(sample: Sample) -> float:
     r"""1 if the final answer of the response equals that of the reference answer, else 0.
 

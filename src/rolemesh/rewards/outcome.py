@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, SupportsFloat, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import pyarrow as pa
 
 from rolemesh.batch import Batch
 from rolemesh.batch.columns import EXTRA
+from rolemesh.rewards.results import ERROR_KEY, Extra
 
-Status: TypeAlias = Literal["ok", "error", "not_finite", "abstained"]
-Extra: TypeAlias = float | str | None
-"""A value beside the score: numbers and booleans as floats, NaN as None, text, anything else as JSON text."""
+Status: TypeAlias = Literal["ok", "error", "timeout", "not_finite", "abstained"]
 
-ERROR_COLUMN: Final = f"{EXTRA}reward_error"
+ERROR_COLUMN: Final = f"{EXTRA}{ERROR_KEY}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +26,11 @@ class Outcome:
     """Weighted sum of the parts; None unless the status is `ok`."""
     status: Status = "ok"
     error: str = ""
-    """For `error` and `not_finite`: the function, the exception's type and message."""
+    """For `error`, `timeout` and `not_finite`: the function, the type of the failure and its message."""
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Score of each function after its threshold, before its weight."""
     extras: Mapping[str, Extra] = field(default_factory=dict)
     """What functions returned beside the score."""
-
-
-def split_result(result: Any) -> tuple[float | None, dict[str, Extra]]:
-    """(score, extras) of what a function returned: a number or None, a pair (score, extras), or a mapping with the key `score`.
-
-    Raises TypeError for anything else, and what converting a value raises.
-    """
-    score, extras = result, {}
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise TypeError(f"returned a mapping without the key 'score': {sorted(map(str, result))}")
-        extras = {key: value for key, value in result.items() if key != "score"}
-        score = result["score"]
-    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        score, extras = result[0], dict(result[1])
-    if score is not None and (isinstance(score, str | bytes) or not isinstance(score, SupportsFloat)):
-        raise TypeError(f"returned {type(score).__name__}, expected a number, None, (number, extras) or a mapping with 'score'")
-    wrong = [key for key in extras if not isinstance(key, str) or not key or EXTRA + key == ERROR_COLUMN]
-    if wrong:
-        raise TypeError(f"returned extras with the key {wrong[0]!r}; keys must be text and not 'reward_error'")
-    return (None if score is None else float(score)), {key: _plain(value) for key, value in extras.items()}
 
 
 def outcome_columns(outcomes: Sequence[Outcome]) -> dict[str, pa.Array]:
@@ -85,15 +61,6 @@ def concat_scored(batches: Sequence[Batch]) -> Batch:
 def top_errors(errors: Sequence[str], count: int = 3) -> list[tuple[str, int]]:
     """The commonest errors and how often each occurred; empty texts are no errors."""
     return Counter(error for error in errors if error).most_common(count)
-
-
-def _plain(value: Any) -> Extra:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, SupportsFloat):
-        number = float(value)
-        return number if math.isfinite(number) else None
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _extra(values: Sequence[Extra]) -> pa.Array:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from rolemesh.protocols.reward import Sample
 from rolemesh.rewards.declare import reward_function
 
 
-@reward_function(needs=("task.task", "task.entry"))
+def _prepare() -> None:
+    import_module("reasoning_gym")  # seconds
+
+
+@reward_function(needs=("task.task", "task.entry"), prepare=_prepare)
 def reasoning_gym(sample: Sample, *, tag: str | None = None) -> float:
     """Score of the task's own scorer, 0 to 1. Some tasks give wrong answers partial credit: set `threshold: 1.0` for right or wrong.
 
