@@ -192,6 +192,8 @@ def test_an_answer_that_cannot_travel_is_an_error_of_its_method(backend: Backend
             assert await group.count_up() == [1, 1]
             call = Call(id="x", epoch=1, generation=0, group=group.name, method="lock", args=(1,))
             pending = backend.call(group.processes[1], call, [])
+            with pytest.raises(WorkerError, match="pickle"):
+                await pending.reply
             with pytest.raises(DataLost, match=r"stored values that are gone .*pickle"):
                 await backend.fetch(pending.blocks, 20)
 
@@ -248,10 +250,10 @@ def test_calls_of_an_older_controller_or_generation_are_refused(backend: Backend
     backend.run(main())
 
 
-def test_several_roles_share_one_process(backend: Backend) -> None:
+def test_several_roles_share_one_process_and_all_are_restored_when_it_is_replaced(backend: Backend) -> None:
     async def main() -> None:
         async with a_pool(backend, 2) as pool:
-            first, second = WorkerGroup("first", Adder, pool, [0, 1]), WorkerGroup("second", Adder, pool, [1])
+            first, second = WorkerGroup("first", Adder, pool, [0, 1]), WorkerGroup("second", Adder, pool, [1], worker_kwargs={"bonus": 7})
             for group in (first, second):
                 await group.create()
                 await group.init()
@@ -260,18 +262,6 @@ def test_several_roles_share_one_process(backend: Backend) -> None:
             assert (await first.who())[1]["WORLD_SIZE"] == "2", "each role keeps its own ranks"
             await second.count_up()
             assert await first.count_up() == [1, 1]
-
-    backend.run(main())
-
-
-def test_replacing_a_shared_process_restores_the_workers_of_all_its_roles(backend: Backend) -> None:
-    async def main() -> None:
-        async with a_pool(backend, 2) as pool:
-            first, second = WorkerGroup("first", Adder, pool, [0, 1]), WorkerGroup("second", Adder, pool, [1], worker_kwargs={"bonus": 7})
-            for group in (first, second):
-                await group.create()
-                await group.init()
-                await group.count_up()
             await first.replace(1)
             assert await first.count_up() == [2, 1], "rank 0 lives on, rank 1 is new"
             assert await second.count_up() == [1]

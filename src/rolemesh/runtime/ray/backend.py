@@ -233,7 +233,7 @@ class RayBackend:
         try:
             return list(await asyncio.wait_for(asyncio.gather(*map(_await, refs)), deadline))
         except RayError as error:
-            raise DataLost(waiter="the controller", cause=_first_lines(error)) from error
+            raise DataLost(waiter="the controller", cause=_first_lines(_cause(error))) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
@@ -290,7 +290,7 @@ def _resources(bundle: Bundle) -> dict[str, float]:
 
 def _failed(process: Process, error: RayError) -> RolemeshError:
     """What a Ray error means for a call: data that is gone, a process that is gone, or an error around the method (pickling)."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
+    cause = _cause(error)
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=_first_lines(cause))
     if not isinstance(error, GONE):
@@ -307,7 +307,13 @@ def _worker_error(kind: type[WorkerError], process: Process, original: str, mess
     )  # fmt: skip
 
 
-def _first_lines(error: RayError) -> str:
+def _cause(error: RayError) -> Exception:
+    """Of an error in a worker's process, what was raised there: Ray wraps it in a text of its own."""
+    cause: Exception = error.cause if isinstance(error, RayTaskError) else error
+    return cause
+
+
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:4])
 
