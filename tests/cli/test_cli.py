@@ -110,3 +110,19 @@ def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["state"] == "dead"
     assert "step 3 of 9" in rolemesh(tmp_path, "status", run.name).stdout
     assert rolemesh(tmp_path, "status", "nothing").returncode == 2
+
+
+def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def score(sample, **options):\n    raise RuntimeError('the judge is out')\n")
+    done = rolemesh(
+        tmp_path, "train", "backend=local", "pools.main.nodes=[1]", "sft=null", "reward=[{name: 'rewards:score'}]",
+        "trainer.steps=1", "data.eval_size=4", "data.size=5000", "trainer.prompts_per_step=2", "algorithm.group_size=2",
+    )  # fmt: skip
+    assert done.returncode == 4, done.stdout + done.stderr
+    message = done.stderr[done.stderr.index("✗") :]
+    assert "reward rank 0" in message
+    assert "RuntimeError" in message
+    assert "the judge is out" in message
+    assert "Traceback" not in message
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "rewards.py" in (run / "logs" / "error.txt").read_text()
