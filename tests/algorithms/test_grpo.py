@@ -71,19 +71,17 @@ def test_order_of_the_rows_changes_no_bit():
     assert turned.equals(straight.take(order))
 
 
-def test_D03_D04_missing_reward_masks_its_row_and_is_counted():
-    with_missing, metrics = prepare(step({0: [1, 0, 0.5, math.nan]}))
+def test_D03_D04_missing_reward_masks_its_row():
+    with_missing, _ = prepare(step({0: [1, 0, 0.5, math.nan]}))
     without, _ = prepare(step({0: [1, 0, 0.5]}))
     assert with_missing.scalars("advantage")[:3].tolist() == without.scalars("advantage").tolist()
     assert with_missing.scalars("token_weight").tolist() == [1 / 6, 1 / 6, 1 / 6, 0]
-    assert metrics["samples/masked"] == 1
 
 
 def test_answer_without_tokens_keeps_its_say_in_the_baseline_but_is_masked():
-    found, metrics = prepare(step({0: [1, 0]}, lengths=[0, 5]), normalize_std=False)
+    found, _ = prepare(step({0: [1, 0]}, lengths=[0, 5]), normalize_std=False)
     assert found.scalars("advantage").tolist() == [0.5, -0.5]
     assert found.scalars("token_weight").tolist() == [0, 1 / 5]
-    assert metrics["samples/masked"] == 1
 
 
 def test_C13_shares_of_groups_all_right_and_all_wrong():
@@ -111,7 +109,7 @@ def test_has_signal():
 def test_step_without_any_reward():
     prepared, found = prepare(step({0: [math.nan, math.nan]}))
     assert prepared.scalars("token_weight").tolist() == [0, 0]
-    assert found == {"samples/masked": 2}
+    assert found == {}
     assert not grpo().has_signal(prepared)
 
 
@@ -167,6 +165,27 @@ def test_options_reach_the_loss():
     # clip_high 0.5: ratio 1.5 passes. dual_clip 2: ratio 4, A -1 costs 2 instead of 4.
     assert grpo(clip_high=0.5).loss(tokens([math.log(1.5)], [0.0], [1.0], [1.0]), Metrics()).item() == pytest.approx(-1.5)
     assert grpo(dual_clip=2.0).loss(tokens([math.log(4)], [0.0], [-1.0], [1.0]), Metrics()).item() == pytest.approx(2)
+
+
+def test_D06_whitening_weighs_answers_and_not_tokens():
+    # Centred in their groups: 1, -1 and 3, -3. The answer without tokens is not trained; of 1, 3, -3 the mean is 1 / 3 and the squares
+    # (4 + 64 + 100) / 9 = 56 / 3, / 2, std sqrt(28 / 3). Lengths 1 and 100 weigh the same.
+    found, _ = prepare(step({0: [2, 0], 1: [6, 0]}, lengths=[1, 0, 100, 1]), normalize_std=False, whiten_advantages=True)
+    expected = (np.array([1, 3, -3]) - 1 / 3) / (math.sqrt(28 / 3) + 1e-6)
+    assert found.scalars("advantage")[[0, 2, 3]] == pytest.approx(expected, abs=1e-12)
+
+
+def test_whitening_of_a_step_without_any_spread_stays_without_signal():
+    prepared, _ = prepare(step({0: [1, 1], 1: [0.1, 0.1, 0.1]}), normalize_std=False, whiten_advantages=True)
+    assert prepared.scalars("advantage").tolist() == [0] * 5
+    assert not grpo().has_signal(prepared)
+
+
+def test_kl_to_the_reference_is_recorded_over_trained_tokens():
+    # 2 tokens of 0.1 and 4 of 0.4: 1.8 / 6 = 0.3; the row without reward does not count.
+    batch = step({0: [0, 1, math.nan]}, lengths=[2, 4, 8]).with_columns({"kl": [0.1, 0.4, 7.0]})
+    _, found = prepare(batch, kl_coefficient=0.1)
+    assert found["policy/kl_ref"] == pytest.approx(0.3)
 
 
 def test_create_algorithm_by_name_and_by_import_path():

@@ -12,6 +12,7 @@ Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019,
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar, Final
 
 import numpy as np
@@ -91,7 +92,7 @@ class Ppo(ClippedPolicy):
         scored = token_rewards(rewards, offsets, kept, kl=kl, coefficient=kl_coefficient)
         found = gae(scored, values, offsets, kept, gamma=self.config.gamma, lam=self.config.lam)
         advantages, returns = (array.astype(np.float32) for array in found)
-        columns = {name: np.split(array, offsets[1:-1]) for name, array in (("advantages", advantages), ("returns", returns))}
+        columns = {"advantages": _rows(advantages, offsets), "returns": _rows(returns, offsets)}
         sums = [*row_moments(advantages[kept], row[kept], len(batch)), *row_moments(returns[kept], row[kept], len(batch))]
         return batch.select([]).with_columns(columns | dict(zip(SUMS, sums, strict=True)))
 
@@ -141,6 +142,10 @@ class Ppo(ClippedPolicy):
             metrics.mean("critic/value_clip_share", found.clipped.float().mean(), len(weights))
             metrics.mean("critic/loss", loss.detach() / weights.sum(), weights.sum())
         return loss
+
+
+def _rows(flat: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+    return [flat[start:end] for start, end in pairwise(offsets.tolist())]
 
 
 def _check_lengths(batch: Batch, sampled: np.ndarray) -> None:
