@@ -31,10 +31,6 @@ def equal_rewards(sample: object, **options: object) -> float:
     return 0.0
 
 
-def always_right(sample: object, **options: object) -> float:
-    return 1.0
-
-
 def uneven_rewards(sample: object, **options: object) -> float:
     return float(sample.sample)
 
@@ -204,12 +200,6 @@ def test_D03_a_run_without_finite_gradients_ends_with_a_reason(tmp_path: Path) -
     explode = ("trainer.steps=9", "trainer.learning_rate=1e30", "reward=[{name: 'test_loop:uneven_rewards'}]")
     with pytest.raises(RunStopped, match="not finite"):
         train(tmp_path, *explode)
-
-
-def test_the_warm_start_stops_at_the_accuracy_asked_for(tmp_path: Path) -> None:
-    always = ("reward=[{name: 'test_loop:always_right'}]", "trainer.steps=1")
-    run, _ = train(tmp_path, *always, "sft={steps: 6, batch_size: 8, warmup_steps: 1, check_every: 2, stop_at_accuracy: 0.9}")
-    assert [row["sft/step"] for row in rows(run) if "sft/step" in row] == [1, 2]
 
 
 def test_minibatches_and_epochs_are_optimizer_steps(tmp_path: Path) -> None:

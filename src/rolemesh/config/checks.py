@@ -333,6 +333,14 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             free=str(list(trainer.betas)),
             remedy="The default is [0.9, 0.999]",
         )
+    sft = config.sft
+    if sft is not None and sft.schedule == "linear" and sft.steps <= sft.warmup_steps:
+        yield Problem(
+            subject="sft.steps",
+            need=f"must be above sft.warmup_steps ({sft.warmup_steps}) for sft.schedule=linear",
+            free=str(sft.steps),
+            remedy="Raise sft.steps, lower sft.warmup_steps, or use sft.schedule=constant",
+        )
     if trainer.schedule == "constant":
         return
     if trainer.schedule_steps is None:

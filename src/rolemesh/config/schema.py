@@ -224,10 +224,8 @@ class SftConfig(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: NotNegative = 10
     """Steps of linear warm-up."""
-    stop_at_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Stop as soon as greedy accuracy on the held-out prompts reaches this; all `steps` are made when not set."""
-    check_every: Positive = 25
-    """Steps between checks of `stop_at_accuracy`."""
+    schedule: Literal["constant", "linear"] = "linear"
+    """Learning rate after the warm-up; `linear` falls to 0 at `steps`."""
 
 
 class DeadlinesConfig(Section):

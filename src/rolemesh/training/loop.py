@@ -19,7 +19,7 @@ from rolemesh.training.run import TrainingRun
 async def train(run: TrainingRun) -> None:
     """Train to the last step of the config, from wherever the run stands."""
     await phases.warm_start(run)
-    await phases.publish(run, again=True)
+    await phases.publish(run)
     await phases.evaluate(run)
     for number in run.steps():
         await step(run)

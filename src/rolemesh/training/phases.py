@@ -24,11 +24,6 @@ async def warm_start(run: TrainingRun) -> None:
         batch = sft_batch(run.sft_prompts, sft.batch_size, run.session.tokenizer, run.config.data.max_response_tokens)
         await actor.sft_update(run.session.store(batch))
         run.recorder.sft_step(step)
-        if sft.stop_at_accuracy is not None and step % sft.check_every == 0:
-            await publish(run, again=True)
-            values = await evaluation.held_out(run.session, run.eval_set, run.progress.weight_version)
-            if values["eval/accuracy"] >= sft.stop_at_accuracy:
-                break
     await actor.end_sft()
     run.progress.warm_started = True
     run.recorder.end_stage("sft", str(run.sft_prompts.report))
@@ -121,11 +116,10 @@ def _no_signal_message(run: TrainingRun) -> str:
     )
 
 
-async def publish(run: TrainingRun, *, again: bool = False) -> None:
-    """Give every rollout worker the actor's weights under the current version. Nothing to do when they hold it already, except in the
-    warm start, whose weights are all version 0 (`again`)."""
+async def publish(run: TrainingRun) -> None:
+    """Give every rollout worker the actor's weights under the current version. Nothing to do when they hold it already."""
     version = run.progress.weight_version
-    if run.session.published_version == version and not again:
+    if run.session.published_version == version:
         return
     manifest, stored = await run.session.groups["actor"].publish(version)
     held = await run.session.groups["rollout"].load_weights(manifest, stored)

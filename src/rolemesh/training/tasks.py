@@ -29,8 +29,7 @@ def run_sft(config: Config, display: Display) -> Path:
     backend = backend_for(config, inventory)
 
     async def main() -> Path:
-        alone = config.sft is None or config.sft.stop_at_accuracy is None
-        async with open_run(prepared, directory, backend, display, roles=["actor"] if alone else None) as run:
+        async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
             await phases.warm_start(run)
             await phases.save(run)
             folder = directory.checkpoint(0) / "model"

@@ -37,5 +37,5 @@ def test_settings_come_from_the_config():
         learning_rate=2e-5, warmup_steps=3, schedule="cosine", schedule_steps=9, weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=1.0
     )
     assert OptimizerSettings.of_sft(SftConfig(learning_rate=1e-3, warmup_steps=5), trainer) == OptimizerSettings(
-        learning_rate=1e-3, warmup_steps=5, weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=1.0
+        learning_rate=1e-3, warmup_steps=5, schedule="linear", schedule_steps=100, weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=1.0
     )

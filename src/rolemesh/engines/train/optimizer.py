@@ -50,10 +50,12 @@ class OptimizerSettings:
 
     @classmethod
     def of_sft(cls, sft: SftConfig, trainer: TrainerConfig) -> Self:
-        """Settings of supervised fine-tuning: its own learning rate and warm-up, then constant; the rest as in `trainer`."""
+        """Settings of supervised fine-tuning: its own learning rate, warm-up and schedule; the rest as in `trainer`."""
         return cls(
             learning_rate=sft.learning_rate,
             warmup_steps=sft.warmup_steps,
+            schedule=sft.schedule,
+            schedule_steps=sft.steps if sft.schedule == "linear" else None,
             weight_decay=trainer.weight_decay,
             betas=trainer.betas,
             max_grad_norm=trainer.max_grad_norm,
