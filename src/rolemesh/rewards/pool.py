@@ -30,9 +30,10 @@ ASYNC_LIMIT: Final = 64
 """Samples of an asynchronous function that one process has under way."""
 GRACE_SECONDS: Final = 1.0
 """An asynchronous function is cancelled at its deadline; its process is killed this much later if that does not help."""
-QUEUE_SECONDS: Final = 0.005
-QUEUE_LIMIT: Final = 32
-"""A process is given quick samples ahead, for so long and so many, to spare it waiting for the next one."""
+QUEUE_SECONDS: Final = 0.04
+QUEUE_LIMIT: Final = 8
+"""A process is given quick samples ahead, for so long and so many, to spare it waiting for the next one. More would save little, and a
+sample that loops may have to wait behind another one."""
 LOOK_SECONDS: Final = 0.02
 """How often memory is looked at."""
 PATIENCE_SECONDS: Final = 1.0
