@@ -35,6 +35,40 @@ def test_group_size_1_is_refused_for_grpo(check):
     assert check("algorithm.group_size=1", "algorithm.name=my_pkg.algos:Reinforce") == {}
 
 
+def test_ppo_needs_a_critic_and_works_with_single_answers(check):
+    problem = check("algorithm.name=ppo", "algorithm.group_size=1")["roles.critic"]
+    assert problem.need == "algorithm ppo needs a critic"
+    assert "roles.critic.pool=main" in problem.remedy
+    assert check("algorithm.name=ppo", "algorithm.group_size=1", "roles.critic.pool=main") == {}
+    assert check("algorithm.name=ppo", training=False) == {}
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "my_pkg.algos:Mine"])
+def test_divergence_needs_a_reference_model(check, name):
+    given = (f"algorithm.name={name}", "roles.critic.pool=main", "algorithm.kl_coefficient=0.1")
+    (problem,) = check(*given).values()
+    assert problem.subject == "roles.ref"
+    assert "roles.ref.pool=main" in problem.remedy
+    assert check(*given, "roles.ref.pool=main") == {}
+
+
+def test_adaptive_coefficient_needs_one_to_start_from(check):
+    assert list(check("algorithm.kl_target=0.1")) == ["algorithm.kl_target"]
+    assert check("algorithm.kl_target=0.1", "algorithm.kl_coefficient=0.1", "roles.ref.pool=main") == {}
+
+
+def test_divergence_in_the_reward_is_for_algorithms_with_rewards_of_tokens(check):
+    given = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1", "roles.ref.pool=main", "roles.critic.pool=main")
+    assert list(check(*given)) == ["algorithm.kl_in"]
+    assert check(*given, "algorithm.name=ppo") == {}
+
+
+def test_model_of_the_critic_must_be_there(check, tmp_path):
+    problem = check(f"algorithm.critic_path={tmp_path}/nothing")["algorithm.critic_path"]
+    assert "no folder" in problem.free
+    assert check("algorithm.critic_path=tiny") == {}
+
+
 def test_D17_temperature_0_is_refused_for_training_only(check):
     problem = check("rollout.temperature=0")["rollout.temperature"]
     assert "above 0 for training" in problem.need

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo
-from train_support import AGGREGATIONS, algorithm, batch, engine, largest_gap, tiny_model
+from train_support import AGGREGATIONS, algorithm, batch, critic, critic_batch, engine, largest_gap, ppo, tiny_model
 
 from rolemesh.observe import Metrics
 
@@ -41,7 +41,20 @@ def rank_main(rank: int, folder: str) -> None:
     except ValueError as error:
         refused = str(error)
     found = {"gradients": gradients, "state": trainer.state(), "metrics": metrics, "skipped": skipped, "refused": refused}
-    torch.save(found, f"{folder}/{rank}.pt")
+    torch.save(found | critic_of_rank(rank, group), f"{folder}/{rank}.pt")
+
+
+def critic_of_rank(rank: int, group: ProcessGroupGloo) -> dict[str, object]:
+    """The same for the critic."""
+    data, metrics, gradients = critic_batch(), Metrics(), {}
+    trainer = critic(rows=2, process_group=group)
+    trainer.check_replicas()
+    for share, rows in SHARES.items():
+        gradients[share] = trainer.compute_gradients(data.take(rows[rank]), ppo().value_loss, metrics=Metrics())
+    for rows in SHARES.values():
+        trainer.update(data.take(rows[rank]), ppo().value_loss, metrics=metrics)
+    trainer.check_replicas()
+    return {"value_gradients": gradients, "value_state": trainer.state(), "value_metrics": metrics}
 
 
 def test_C01_C04_two_workers_train_as_one(tmp_path: Path):
@@ -55,6 +68,7 @@ def test_C01_C04_two_workers_train_as_one(tmp_path: Path):
         other.kill()
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
 
+    check_critic(first, second)
     data = batch()
     for (mode, share), found in first["gradients"].items():
         prepared = algorithm(mode).prepare(data, Metrics())
@@ -80,3 +94,22 @@ def test_C01_C04_two_workers_train_as_one(tmp_path: Path):
     assert skipped["actor/steps_skipped_empty"] == 1
     assert skipped["actor/steps_skipped_nonfinite"] == 1
     assert all("the workers hold different weights" in found["refused"] for found in (first, second))
+
+
+def check_critic(first: dict, second: dict) -> None:
+    """The critics of both ranks against one that saw all rows."""
+    data, trainer, metrics = critic_batch(), critic(), Metrics()
+    alone = trainer.compute_gradients(data, ppo().value_loss, metrics=Metrics())
+    for share, found in first["value_gradients"].items():
+        assert largest_gap(alone, found) < 1e-6, share
+        assert largest_gap(found, second["value_gradients"][share]) == 0, share
+    for _ in SHARES:
+        trainer.update(data, ppo().value_loss, metrics=metrics)
+    assert first["value_state"]["step"] == second["value_state"]["step"] == 2
+    for name, weight in trainer.state()["model"].items():
+        assert torch.equal(first["value_state"]["model"][name], second["value_state"]["model"][name]), name
+        assert torch.allclose(first["value_state"]["model"][name], weight, rtol=0, atol=1e-5), name
+    merged, whole = first["value_metrics"].merge(second["value_metrics"]).reduce(), metrics.reduce()
+    assert merged.keys() == whole.keys()
+    for name, value in whole.items():
+        assert abs(merged[name] - value) < 1e-4 * max(1, abs(value)), name

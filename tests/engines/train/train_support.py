@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rolemesh.algorithms import Grpo
+from rolemesh.algorithms import Grpo, Ppo
 from rolemesh.batch import Batch
 from rolemesh.config.schema import AlgorithmConfig
-from rolemesh.engines.train import OptimizerSettings, TrainEngine
+from rolemesh.engines.train import OptimizerSettings, TrainEngine, ValueEngine, ValueModel
 from rolemesh.observe import Metrics
 
 VOCABULARY = 24
@@ -63,6 +63,34 @@ def batch(seed: int = 0, rows: int = 8, noise: float = 0.3, mode: str = "token_m
 
 def algorithm(mode: str = "token_mean", **options) -> Grpo:
     return Grpo(AlgorithmConfig(group_size=8, normalize_std=False, aggregation=mode, **options), minibatches=1)
+
+
+def ppo(mode: str = "token_mean", **options) -> Ppo:
+    return Ppo(AlgorithmConfig(**{"name": "ppo", "group_size": 8, "aggregation": mode, "lam": 0.9} | options), minibatches=1)
+
+
+def value_model(seed: int = 0) -> ValueModel:
+    """With a head of spread 0.5: values near 0 would hide wrong positions."""
+    made = ValueModel.of_causal(tiny_model(seed), seed=seed)
+    with torch.no_grad():
+        made.head.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(seed))
+    return made
+
+
+def critic(model=None, *, rows: int = 8, learning_rate: float = 1e-3, **options) -> ValueEngine:
+    """`engine` for values."""
+    settings = options.pop("optimizer", OptimizerSettings(learning_rate=learning_rate))
+    return ValueEngine(value_model() if model is None else model, optimizer=settings, micro_batch_tokens=12 * rows, **options)
+
+
+def critic_batch(mode: str = "token_mean", **columns) -> Batch:
+    """`batch` with what the critic learns from: old values a bit off its own, advantages and returns."""
+    random = np.random.default_rng(7)
+    data = batch().drop(["advantage", "token_weight", "minibatch"]).with_columns(columns)
+    own = critic().values(data)
+    data = data.with_columns({"values": [row + random.normal(size=len(row)).astype(np.float32) * 0.3 for row in own]})
+    algorithm = ppo(mode)
+    return algorithm.prepare(data.join(algorithm.estimate(data, kl_coefficient=0.0)), Metrics())
 
 
 def largest_gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

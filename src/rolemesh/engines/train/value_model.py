@@ -49,7 +49,8 @@ class ValueModel(nn.Module):
         backbone, prefix = _body(model)
         probe = probe_tokens(backbone, next(backbone.parameters()).device)
         with torch.no_grad():
-            head = nn.Linear(last_hidden(backbone, probe).shape[-1], 1)
+            width = last_hidden(backbone, probe).shape[-1]
+            head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")  # its own start would draw from the caller's random state
             head.weight.normal_(std=HEAD_SCALE / math.sqrt(head.in_features), generator=torch.Generator().manual_seed(seed))
             head.bias.zero_()
         return cls(backbone, head, prefix)
