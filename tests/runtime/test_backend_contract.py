@@ -262,6 +262,9 @@ def test_several_roles_share_one_process_and_all_are_restored_when_it_is_replace
             assert (await first.who())[1]["WORLD_SIZE"] == "2", "each role keeps its own ranks"
             await second.count_up()
             assert await first.count_up() == [1, 1]
+            await pool.kill(1)
+            with pytest.raises(WorkerDied, match="second rank 0"):
+                await second.count_up()
             await first.replace(1)
             assert await first.count_up() == [2, 1], "rank 0 lives on, rank 1 is new"
             assert await second.count_up() == [1]

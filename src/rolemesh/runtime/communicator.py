@@ -74,7 +74,7 @@ class Communicator:
         threading.Thread(target=self._form, args=(started + deadline, store), daemon=True, name="rolemesh-join").start()
         try:
             self.group = self._forming.result(deadline + REPORT_SECONDS)
-        except (CancelledError, TimeoutError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+        except (CancelledError, RuntimeError, OSError) as error:  # OSError: also TimeoutError
             self._forming.cancel()
             met = self.rendezvous
             subject = f"{self.world_size} ranks at {met.address}:{met.port} (generation {met.generation})"
@@ -87,7 +87,7 @@ class Communicator:
         with suppress(InvalidStateError):  # nobody waits for it any more
             try:
                 self._forming.set_result(self._connect(ends, store))
-            except Exception as error:  # noqa: BLE001 - the boundary of a thread: `form` raises it
+            except (RuntimeError, OSError, ValueError) as error:  # torch's own are RuntimeErrors
                 self._forming.set_exception(error)
 
     def _connect(self, ends: float, store: TCPStore | None) -> ProcessGroup:

@@ -114,9 +114,9 @@ class WorkerGroup:
         return [self._process(rank) for rank in range(self.world_size)]
 
     def _process(self, rank: int) -> Process:
-        process = self.pool.running(self.bundles[rank])
+        process = self.pool.latest(self.bundles[rank])
         if process is None:
-            raise RuntimeError(f"{self.name} rank {rank} has no process now: await group.create() or group.replace({rank}) first")
+            raise RuntimeError(f"{self.name} rank {rank} has no process yet: await group.create() first")
         return process
 
     async def create(self, deadline: float = 60.0) -> None:

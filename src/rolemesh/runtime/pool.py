@@ -30,6 +30,7 @@ class Pool:
         self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
         self._prefix, self._log_dir = prefix, log_dir
         self._starting: dict[int, asyncio.Task[Process]] = {}
+        self._latest: dict[int, Process] = {}
         self._tenants: dict[int, dict[str, Restore]] = {}
         self._env: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -61,21 +62,22 @@ class Pool:
             spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path)
             starting = self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))
             starting.add_done_callback(lambda task: self._forget_failed(bundle, task))
-        return await asyncio.shield(self._starting[bundle])  # one waiter that gives up does not end the start for the others
+        process = await asyncio.shield(self._starting[bundle])  # one waiter that gives up does not end the start for the others
+        self._latest[bundle] = process
+        return process
 
     def _forget_failed(self, bundle: int, task: asyncio.Task[Process]) -> None:
         if not _succeeded(task) and self._starting.get(bundle) is task:
             del self._starting[bundle]
 
-    def running(self, bundle: int) -> Process | None:
-        """The process of a bundle that has started."""
-        task = self._starting.get(bundle)
-        return task.result() if task is not None and _succeeded(task) else None
+    def latest(self, bundle: int) -> Process | None:
+        """The process that was last used in a bundle; after `kill` calls of it raise WorkerDied, until another is started."""
+        return self._latest.get(bundle)
 
     @property
     def processes(self) -> list[Process]:
         """Processes that run now, by bundle."""
-        return [process for bundle in sorted(self._starting) if (process := self.running(bundle)) is not None]
+        return [task.result() for _, task in sorted(self._starting.items()) if _succeeded(task)]
 
     def move_in(self, bundle: int, group: str, restore: Restore) -> None:
         """A group has a worker in this bundle's process; `restore(deadline)` makes it again in a new process."""
