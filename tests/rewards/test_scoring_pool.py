@@ -285,45 +285,54 @@ def test_a_pool_that_nobody_holds_any_more_ends():
 
 
 OWNER = """
-import sys, threading
+import sys
 from rolemesh.config.schema import RewardConfig
 from rolemesh.protocols.reward import Sample
 from rolemesh.rewards import ScoringPool
 from rolemesh.rewards.work import Work
 import psutil
-pool = ScoringPool([RewardConfig(name="hostile_functions:act", deadline=300.0)], processes=2)
+pool = ScoringPool([RewardConfig(name=sys.argv[1], deadline=300.0)], processes=2)
 print(psutil.Process(pool.pids[0]).ppid(), *pool.pids, flush=True)
-sample = Sample(draw=0, sample=0, source="", prompt="", response=sys.argv[1], answer=None, task={}, finish_reason="stop")
+sample = Sample(draw=0, sample=0, source="", prompt="", response=sys.argv[2], answer=None, task={}, finish_reason="stop")
 pool.run([Work(part=0, sample=sample)] * 4)
 """
 
 
-def test_processes_end_when_the_owner_is_killed(tmp_path):
+def owner_of(name, response, **variables):
+    """A program that has a pool and lets it score `response` for ever."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", OWNER, name, response]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path} | variables, text=True)
+
+
+@pytest.mark.parametrize("nursery_first", [False, True])
+def test_processes_end_when_the_owner_is_killed(tmp_path, nursery_first):
     file = tmp_path / "pids"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", OWNER, f"family_and_loop:{file}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as owner:
+    with owner_of("hostile_functions:act", f"family_and_loop:{file}") as owner:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         ends = time.monotonic() + 10
         while not (file.exists() and file.read_text()) and time.monotonic() < ends:
             time.sleep(0.05)
+        if nursery_first:
+            os.kill(pids[0], signal.SIGKILL)
         owner.kill()
-    pids += [int(pid) for pid in file.read_text().split()]
-    assert len(pids) == 6
-    assert wait_for_end(pids) == []
+    started = [int(pid) for pid in file.read_text().split()]
+    assert (len(pids), len(started)) == (3, 3)
+    assert wait_for_end(pids if nursery_first else pids + started) == []
+    if nursery_first:
+        for pid in alive(started):  # nobody is left that could
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_processes_end_when_the_owner_is_killed_during_the_import():
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "BROKEN_IMPORTS": "hang"}
-    command = [sys.executable, "-c", OWNER.replace("hostile_functions:act", "broken_imports:locked"), "1"]
-    with subprocess.Popen(command, env=environment) as owner:
+    with owner_of("broken_imports:locked", "1", BROKEN_IMPORTS="hang") as owner:
         ends = time.monotonic() + 20
         while not (children := psutil.Process(owner.pid).children()) and time.monotonic() < ends:
             time.sleep(0.05)
-        time.sleep(0.5)
+        time.sleep(1.0)
         owner.kill()
     assert len(children) == 1
-    assert wait_for_end([child.pid for child in children]) == []
+    assert wait_for_end([child.pid for child in children], seconds=30) == []  # its interpreter may have to start first
 
 
 def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next(pool_of, run, monkeypatch):
