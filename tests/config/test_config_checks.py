@@ -142,6 +142,7 @@ def test_pools_must_hold_slots(check):
 def test_cpus_of_a_role_without_own_processes(check):
     problem = check("roles.actor.cpus=2", "roles.reward.cpus=2")["roles.actor.cpus"]
     assert "pools.main.cpus" in problem.remedy
+    assert list(check("roles.actor.processes=2", "roles.reward.processes=2")) == ["roles.actor.processes"]
 
 
 def test_local_backend_runs_one_actor(check):

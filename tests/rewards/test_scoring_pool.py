@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import psutil
@@ -350,6 +351,17 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next(pool_of, run, m
 def test_a_function_that_does_not_exist_is_a_config_error(pool_of):
     with pytest.raises(ConfigError, match=r"reward\.0\.name.*Did you mean 'exact'"):
         pool_of("exakt")
+
+
+def test_options_that_cannot_travel_are_a_config_error(pool_of):
+    with pytest.raises(ConfigError, match=r"reward\.0\.options: must be text.*Object of type date"):
+        pool_of(options={"since": date(2026, 1, 1)})
+
+
+def test_built_in_verifiers_are_bounded_as_well(pool_of, sample):
+    pool = pool_of("math_verify", processes=1, deadline=10.0, memory_mb=1024)
+    works = [Work(part=0, sample=sample(text, "5")) for text in ("it is 5", "$9^{9^{9^{9}}}$", r"\boxed{10/2}", "#### 9^9^9^9", "6")]
+    assert values(pool.run(works)) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -46,9 +46,13 @@ class NurseryLink:
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
         self._names = ", ".join(spec.name for spec in specs)
         self._inbox = Inbox()
+        setup = {
+            "path": [entry or os.getcwd() for entry in sys.path],
+            "functions": [[spec.name, _dump_options(part, spec), spec.deadline] for part, spec in enumerate(specs)],
+        }
         self.control, theirs = socket.socketpair()
         with theirs:
-            self._process = _start(specs, theirs)
+            self._process = _start(setup, theirs)
         self._finalizer = weakref.finalize(self, _end, self._process, self.control)
         try:
             ready = self._hello()
@@ -118,20 +122,26 @@ class NurseryLink:
         self._finalizer()
 
 
-def _start(specs: Sequence[FunctionSpec], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    path = [entry or os.getcwd() for entry in sys.path]
-    functions = [[spec.name, dump_task(spec.options), spec.deadline] for spec in specs]
-    environment = dict.fromkeys(ONE_THREAD, "1") | dict(os.environ)
-    with tempfile.TemporaryFile("w+") as setup:
-        json.dump({"path": path, "functions": functions}, setup)
-        setup.seek(0)
+def _start(setup: Mapping[str, Any], theirs: socket.socket) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryFile("w+") as file:
+        json.dump(setup, file)
+        file.seek(0)
         return subprocess.Popen(
             command_line("be_nursery", theirs.fileno()),
-            stdin=setup,
+            stdin=file,
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=dict.fromkeys(ONE_THREAD, "1") | dict(os.environ),
             start_new_session=True,
         )
+
+
+def _dump_options(part: int, spec: FunctionSpec) -> str | None:
+    try:
+        return dump_task(spec.options)
+    except TypeError as error:
+        raise ConfigError.one(
+            f"reward.{part}.options", "must be text, numbers, booleans, null, lists and mappings", str(error), "Write the value as text"
+        ) from error
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
