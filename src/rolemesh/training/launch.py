@@ -59,6 +59,7 @@ def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
     finally:
+        main.close()  # it was never started if the backend could not be
         stop: Callable[[], None] | None = getattr(backend, "stop", None)
         if stop is not None:
             stop()
