@@ -1,20 +1,37 @@
 #!/usr/bin/env python3
-"""Check that a finished run directory keeps the contract (`docs/architecture.md`, "The run directory"). Usage: run_contract.py RUN_DIR [--min-steps N]
+"""Check that a finished run directory keeps its contract (docs/architecture.md, "The run directory").
 
-Prints one line for each thing that is off and exits 1; prints 'contract holds' and exits 0 otherwise. Needs only the standard library."""
+    python tools/run_contract.py RUN_DIR [--min-steps N]
+
+Prints one line for each thing that is off and exits 1; prints 'contract holds' and exits 0 otherwise. Needs only the standard library.
+"""
+
 import argparse
 import json
 import math
 import pathlib
 import sys
 
-REQUIRED = ["step", "reward/mean", "reward/std", "response_length/mean", "time/step", "throughput/tokens_per_second",
-            "policy/ratio_first_minibatch_max_deviation", "rollout/logprob_gap_max", "weights/version",
-            "samples/trained", "samples/lost", "samples/masked", "bottleneck/role", "bottleneck/reason"]
+REQUIRED = [
+    "step",
+    "reward/mean",
+    "reward/std",
+    "response_length/mean",
+    "time/step",
+    "throughput/tokens_per_second",
+    "policy/ratio_first_minibatch_max_deviation",
+    "rollout/logprob_gap_max",
+    "weights/version",
+    "samples/trained",
+    "samples/lost",
+    "samples/masked",
+    "bottleneck/role",
+    "bottleneck/reason",
+]
 FILES = ["config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json", "summary.json"]
 
 
-def problems(run: pathlib.Path, min_steps: int):
+def problems(run: pathlib.Path, min_steps: int) -> Iterator[str]:
     for name in FILES:
         if not (run / name).is_file():
             yield f"missing {name}"
@@ -61,7 +78,7 @@ def problems(run: pathlib.Path, min_steps: int):
                 break
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=pathlib.Path)
     parser.add_argument("--min-steps", type=int, default=1)
