@@ -11,6 +11,7 @@ import json
 import math
 import pathlib
 import sys
+from collections.abc import Iterator
 
 REQUIRED = [
     "step",
