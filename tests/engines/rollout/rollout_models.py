@@ -46,6 +46,9 @@ CONFIGS = {
     "llama_biases": lambda: LlamaConfig(**_COMMON, attention_bias=True, mlp_bias=True),
     "llama_scaled_rope": lambda: LlamaConfig(**_COMMON, rope_parameters=_LLAMA3_ROPE),
     "llama_wide_heads": lambda: LlamaConfig(**{**_COMMON, "num_key_value_heads": 4}, head_dim=16),
+    "llama_odd": lambda: LlamaConfig(
+        **{**_COMMON, "hidden_size": 120, "intermediate_size": 83, "num_attention_heads": 5, "num_key_value_heads": 1}
+    ),
     "qwen2": lambda: Qwen2Config(**_COMMON),
     "qwen3_tied": lambda: Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(
@@ -55,7 +58,7 @@ CONFIGS = {
     "qwen2_sliding": lambda: Qwen2Config(**_COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "llama_dynamic_rope": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
 }
-FAST = ("llama", "llama_biases", "llama_scaled_rope", "llama_wide_heads", "qwen2", "qwen3_tied")
+FAST = ("llama", "llama_biases", "llama_scaled_rope", "llama_wide_heads", "llama_odd", "qwen2", "qwen3_tied")
 GENERIC = ("gpt2", "mistral_sliding", "qwen2_sliding", "llama_dynamic_rope")
 
 
@@ -74,7 +77,8 @@ def _make_model(kind: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> P
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for name, parameter in model.named_parameters():
             base = 1.0 if "norm" in name or "ln_" in name else 0.0
-            torch.nn.init.normal_(parameter.data, base if name.endswith("weight") else 0.0, 0.25)
+            spread = 0.25 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            torch.nn.init.normal_(parameter.data, base if name.endswith("weight") else 0.0, spread)
     return model
 
 

@@ -19,7 +19,7 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ENGINES, scope="module")
 def make(request):
     """A function that makes an engine without weights, and the model whose weights fit it."""
     name, kind, deterministic = ENGINES[request.param]
@@ -40,11 +40,18 @@ def make(request):
     return make_engine
 
 
-@pytest.fixture
-def loaded(make):
+@pytest.fixture(scope="module")
+def shared(make):
     engine, model = make()
     engine.load_weights(model.named_parameters(), 3)
     return engine
+
+
+@pytest.fixture
+def loaded(shared):
+    """An idle engine with weights of version 3; tests that load others make their own."""
+    shared.abort()
+    return shared
 
 
 def test_every_request_is_answered_once_and_completely(loaded):

@@ -33,11 +33,11 @@ def split(requests, engines):
     return [requests[index::engines] for index in range(engines)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "llama_odd", "qwen2", "qwen3_tied", "gpt2"])
 def test_answers_are_bit_equal_for_any_order_and_any_split(kind):
-    requests = make_requests(10, samples=4)
+    requests = make_requests(10, samples=4) if kind != "gpt2" else make_requests(10, samples=2, longest=2)  # few lengths, few batches
     expected = answers(kind, [requests], 12)
-    assert len(expected) == 40
+    assert len(expected) == len(requests)
     assert {reason for _, _, reason in expected.values()} == {"stop", "length"}
     shuffler = random.Random(0)
     for engines in (1, 2, 4):
@@ -53,7 +53,7 @@ def test_answers_are_bit_equal_for_any_number_of_slots(slots):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_answers_are_bit_equal_beside_aborted_neighbours_and_late_arrivals(kind):
-    requests = make_requests(8, samples=3)
+    requests = make_requests(8, samples=3, longest=9 if kind == "llama" else 2)
     expected = answers(kind, [requests], 6)
     engine = make_engine(kind, 6)
     done = []

@@ -5,7 +5,8 @@ row. Rows stay gapless: when sequences end, rows from the tail take their places
 
 Fast mode batches as it likes; logits then differ in their last bits with the company a row keeps. Deterministic mode gives every
 operation a shape that depends on the request alone (one-by-one prefill, decoding blocks of a fixed number of rows over all columns),
-so that with counter-based sampling an answer is the same, bit for bit, in any order, beside any neighbours, on any number of engines.
+so that with counter-based sampling an answer is the same, bit for bit, in any order, beside any neighbours, on any number of engines,
+and on the fast path with any number of slots.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from rolemesh.errors import StaleWeights
 from rolemesh.protocols.engine import Completion, Request, Sampling
 
 _log = logging.getLogger(__name__)
-_ADMIT_SHARE = 8
-"""New requests wait until an eighth of the slots is free: a prefill costs about as much as a decoding step."""
+_ADMIT_SHARE = 4
+"""New requests wait until a quarter of the slots is free: small prefills cost nearly as much as larger ones."""
 _LARGEST_GAP = 1e-3
 _VERIFIED_TOKENS = 12
 

@@ -21,10 +21,10 @@ def check_requests(
     """Raises ValueError for the first thing that cannot be served. `held` are the ids already in the engine, `context` the most tokens
     that a prompt and its answer may have together."""
     _check_sampling(sampling, vocabulary, max_response_tokens)
-    seen = set(held)
+    seen: set[tuple[int, int]] = set()
     for request in requests:
         draw, sample = request.id
-        if request.id in seen:
+        if request.id in seen or request.id in held:
             raise ValueError(f"request {request.id} is already in the engine; ids must be distinct, they decide the random numbers")
         if not (0 <= draw < 2**64 and 0 <= sample < 2**32):
             raise ValueError(f"request {request.id}: draw must be within [0, 2**64) and sample within [0, 2**32)")

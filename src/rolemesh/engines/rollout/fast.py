@@ -44,12 +44,11 @@ def why_not_fast(model: Any) -> str | None:
     rope = config.rope_parameters.get("rope_type", "default")
     if rope not in _STATIC_ROPE:
         return f"rotary embedding {rope!r} depends on the length"
-    unknown = sorted(set(_shapes(model)) - _known_names(config.num_hidden_layers))
+    parameters = dict(model.named_parameters())
+    if len({parameter.dtype for parameter in parameters.values()}) > 1:
+        return "its parameters have several number formats"
+    unknown = sorted(set(parameters) - _known_names(config.num_hidden_layers))
     return f"parameter {unknown[0]} is unknown" if unknown else None
-
-
-def _shapes(model: Any) -> Iterator[str]:
-    return (name for name, _ in model.named_parameters())
 
 
 def _known_names(layers: int) -> set[str]:
