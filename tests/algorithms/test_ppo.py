@@ -221,12 +221,16 @@ def test_C22_more_answers_than_the_group_size_are_refused():
 
 
 def test_order_of_the_rows_changes_no_bit():
-    algorithm, batch = ppo(lam=0.9, minibatches=3), random_step()
-    order = np.random.default_rng(2).permutation(12)
+    algorithm, batch = ppo(lam=0.9, minibatches=3), random_step(rows=100)
+    order = np.random.default_rng(2).permutation(100)
     straight, terms, _ = prepare(algorithm, batch)
     turned, turned_terms, _ = prepare(algorithm, batch.take(order))
     assert turned.equals(straight.take(order))
     assert turned_terms == terms
+    # Sums of numbers of very different size show the order in which they were added.
+    wild = straight.with_columns({"advantage": np.random.default_rng(3).normal(size=100) * 10.0 ** np.arange(-50, 50)})
+    found = [algorithm.terms(rows, Metrics(), kl_coefficient=0.0) for rows in (wild, wild.take(order))]
+    assert found[0] == found[1]
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
+from rolemesh.batch.columns import readable
 from rolemesh.batch.tokens import refuse_nonfinite, sampled_tokens, token_column
 from rolemesh.errors import BatchError
 
@@ -43,6 +44,12 @@ def test_optional_column_is_read_where_there_is_one(masked: bool):
     refs, assembly = BatchRef.from_blocks([("block", block_meta(batch))]).assembly(("response_ids", "response_mask"))
     assert refs == ["block"]
     assert assemble(assembly, [batch]).equals(batch)
+
+
+def test_readable_leaves_out_ids_and_absent_optional_columns_alone():
+    reads = ("draw", "response_ids", "response_mask", "values")
+    assert readable(reads, ["response_ids"]) == ("response_ids", "values")  # a missing column that is not optional is for others to refuse
+    assert readable(reads, ["response_mask"]) == ("response_ids", "response_mask", "values")
 
 
 def test_other_columns_that_are_missing_are_still_refused():

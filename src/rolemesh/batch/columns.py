@@ -192,9 +192,11 @@ def is_nullable(name: str) -> bool:
     return COLUMNS[name].nullable if name in COLUMNS else True
 
 
-def is_optional(name: str) -> bool:
-    """True if a batch may lack the column as a whole, and a role that reads it then does without."""
-    return name in COLUMNS and COLUMNS[name].optional
+def readable(reads: Iterable[str], present: Iterable[str]) -> tuple[str, ...]:
+    """The names of `reads` without the ids and without optional columns that are not `present`: what a role that reads these gets."""
+    there = set(present)
+    optional = {column.name for column in COLUMNS.values() if column.optional}
+    return tuple(dict.fromkeys(name for name in reads if name not in ID and (name in there or name not in optional)))
 
 
 def missing_columns(missing: Iterable[str], present: Iterable[str]) -> BatchError:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rolemesh.batch.assembly import Assembly, assembly_of
 from rolemesh.batch.balance import balance
 from rolemesh.batch.batch import Batch, refuse_ids, refuse_other_columns
-from rolemesh.batch.columns import COUNTED, ID, Kind, is_optional, missing_columns
+from rolemesh.batch.columns import COUNTED, ID, Kind, missing_columns, readable
 from rolemesh.batch.layer import Block, Layer, common_groups
 from rolemesh.batch.rows import (
     Indices,
@@ -212,8 +212,7 @@ class BatchRef:
 
         Only objects that hold such a column are among the refs, each once. Ids come from here and need not be asked for, and a declared
         optional column is left out where this batch has none. Raises BatchError naming missing columns and the roles that write them."""
-        present = self.names
-        wanted = tuple(dict.fromkeys(name for name in reads if name not in ID and (name in present or not is_optional(name))))
+        wanted = readable(reads, self.names)
         self._require(wanted)
         return assembly_of(self.ids, self.select(wanted).layers, wanted)
 
