@@ -11,8 +11,10 @@ import pytest
 import torch
 from training_helpers import ONE_PROCESS, Quiet, contract_problems, only_run, rows, small
 
+from rolemesh.algorithms import Grpo
 from rolemesh.errors import ConfigError, RunStopped, WorkerError
-from rolemesh.observe import RunDirectory
+from rolemesh.observe import Metrics, RunDirectory
+from rolemesh.protocols.algorithm import TokenBatch
 from rolemesh.training.launch import run_training
 from rolemesh.training.tasks import run_evaluation, run_generation, run_sft
 
@@ -31,8 +33,11 @@ def equal_rewards(sample: object, **options: object) -> float:
     return 0.0
 
 
-def uneven_rewards(sample: object, **options: object) -> float:
-    return float(sample.sample)
+class LossOfNothing(Grpo):
+    """A loss that is not a number, as a bug in an own algorithm would give."""
+
+    def loss(self, tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
+        return super().loss(tokens, metrics) * float("nan")
 
 
 class BrokenSink:
@@ -197,7 +202,7 @@ def test_H18_groups_without_spread_bring_a_warning(tmp_path: Path) -> None:
 
 
 def test_D03_a_run_without_finite_gradients_ends_with_a_reason(tmp_path: Path) -> None:
-    explode = ("trainer.steps=9", "trainer.learning_rate=1e30", "reward=[{name: 'test_loop:uneven_rewards'}]")
+    explode = ("trainer.steps=9", "algorithm.name=test_loop:LossOfNothing")
     with pytest.raises(RunStopped, match="not finite"):
         train(tmp_path, *explode)
 
