@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from rolemesh.config.model_files import BUILTIN_MODELS, model_folder
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+transformers_logging.disable_progress_bar()  # bars over a few files, in the log of every worker
 
 # What transformers raises for folders that it cannot read. Mapped to ConfigError here and nowhere else.
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
