@@ -117,6 +117,7 @@ def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) ->
     done = rolemesh(
         tmp_path, "train", "backend=local", "pools.main.nodes=[1]", "sft=null", "reward=[{name: 'rewards:score'}]",
         "trainer.steps=1", "data.eval_size=4", "data.size=5000", "trainer.prompts_per_step=2", "algorithm.group_size=2",
+        "trainer.minibatches=1",
     )  # fmt: skip
     assert done.returncode == 4, done.stdout + done.stderr
     message = done.stderr[done.stderr.index("✗") :]

@@ -6,7 +6,7 @@ import pytest
 from rolemesh.runtime import Backend, LocalBackend, create_backend
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_backend() -> Iterator[Backend]:
     backend = create_backend("ray", num_cpus=8, object_store_bytes=400_000_000, pythonpath=[str(Path(__file__).parent)])
     backend.start()

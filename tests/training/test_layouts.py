@@ -25,7 +25,8 @@ from rolemesh.config.schema import Config
 from rolemesh.errors import WorkerError
 from rolemesh.observe import RunDirectory
 from rolemesh.plan import local_inventory
-from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.roles.rollout import RolloutWorker
+from rolemesh.runtime import register
 from rolemesh.training import phases
 from rolemesh.training.launch import backend_for, open_run, run_on
 from rolemesh.training.preflight import prepare
@@ -128,11 +129,11 @@ def test_the_controller_does_not_grow_with_the_batch(tmp_path: Path) -> None:
     assert large_size - small_size < 50e6
 
 
-class Writer(Worker):
+class Writer(RolloutWorker):
     """Writes and reads token columns of any size."""
 
-    def __init__(self, context: WorkerContext, *, config: Config) -> None:
-        super().__init__(context)
+    def load(self) -> None:
+        """Needs no engine."""
 
     @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_ids", "rollout_logprobs", "response_length"))
     def write(self, batch: Batch, *, tokens: int) -> Batch:

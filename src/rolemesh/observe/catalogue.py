@@ -34,6 +34,12 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("reward/min", "reward", "reward", "smallest total reward"),
     ("reward/failed", "samples", "reward", "samples without a reward: the function failed, timed out, gave no finite number or abstained"),
     (
+        "reward/extra/<name>",
+        "reward",
+        "reward",
+        "a number that reward functions returned beside the score, mean over the samples that have it",
+    ),
+    (
         "reward/status/<status>",
         "samples",
         "reward",
