@@ -93,6 +93,11 @@ def _close_files(_):
     return 1.0
 
 
+def _close_files_and_loop(_):
+    os.closerange(3, 64)
+    _loop("")
+
+
 def _kill_parent_once(path):
     if not os.path.exists(path):
         Path(path).touch()
@@ -149,6 +154,7 @@ DEEDS = {
     "family_and_loop": _family_and_loop,
     "family_and_crash": _family_and_crash,
     "close_files": _close_files,
+    "close_files_and_loop": _close_files_and_loop,
     "kill_parent_once": _kill_parent_once,
     "kill_parent": _kill_parent,
     "alarm": _alarm,

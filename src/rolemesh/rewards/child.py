@@ -21,7 +21,7 @@ class Child:
     """Its place in the pool, which its replacement takes over."""
     stream: socket.socket
     since: float
-    """When it was asked for; once it is to be killed, when that was."""
+    """When it was asked for; when its stream broke or it was to be killed, once that has happened."""
     pid: int = 0
     """0 until it is ready for work."""
     part: int = -1
@@ -34,7 +34,7 @@ class Child:
     """It gets nothing more, and is replaced when it is done."""
     killed: bool = False
     broken: bool = False
-    """It is killed because its stream broke: as a rule it had ended already."""
+    """Its stream came to an end, as a rule because it has ended."""
     held: dict[int, float] = field(default_factory=dict)
     """Numbers of the works it holds, oldest first, and when each began as far as the pool can know: never too early."""
     verdict: tuple[int, Fault] | None = None
@@ -47,7 +47,7 @@ class Child:
     @property
     def ready(self) -> bool:
         """It has reported for work and is not about to go."""
-        return self.pid > 0 and not (self.killed or self.retiring)
+        return self.pid > 0 and not (self.killed or self.retiring or self.broken)
 
     def oldest(self) -> tuple[int, float]:
         """The work that is under way longest, and since when."""

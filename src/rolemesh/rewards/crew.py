@@ -19,6 +19,8 @@ KILL_SECONDS: Final = 5.0
 """A process that cannot be killed in this time (stuck in the kernel) is given up and replaced."""
 FAILURES: Final = 4
 """So many processes in a row that end before they are ready, or nurseries that end during one call, are too many."""
+ENDING_SECONDS: Final = 1.0
+"""A process whose stream breaks has ended, as a rule, and its end is reported within this time."""
 RETRY_SECONDS: Final = 0.1
 
 
@@ -76,11 +78,8 @@ class Crew:
 
     def kill(self, child: Child) -> None:
         """SIGKILL a process and its group. Its end is news of a later `wait`."""
-        self._kill(child, broken=False)
-
-    def _kill(self, child: Child, *, broken: bool) -> None:
         if not child.killed:
-            child.killed, child.broken, child.since = True, broken, time.monotonic()
+            child.killed, child.since = True, time.monotonic()
             self._link.kill(child.number)
 
     def flush(self, child: Child) -> None:
@@ -141,9 +140,11 @@ class Crew:
                 child.pid, self._failures = message["ready"], 0
             else:
                 answers.append((child, message))
-        if not good:  # it has ended, or broken the stream; either way its end follows
+        if not good and not child.broken:
             self._forget(child)
-            self._kill(child, broken=True)
+            child.broken = True
+            if not child.killed:
+                child.since = time.monotonic()
         return answers
 
     def _forget(self, child: Child) -> None:
@@ -164,14 +165,13 @@ class Crew:
 
     def _end(self, child: Child, how: str) -> list[News]:
         """Take leave of a process: its last answers, its end, its replacement."""
-        answers = self._read(child) if child.stream.fileno() >= 0 else []
-        by_itself = child.broken or not child.killed
+        answers = self._read(child)
         self._drop(child)
         if not child.pid:
             self._failures += 1
             _back_off(self._failures, f"scoring processes end as they start: {how}")
         self._start(child.place)
-        return [*answers, (child, Ended(how, by_itself))]
+        return [*answers, (child, Ended(how, by_itself=not child.killed))]
 
     def _drop(self, child: Child) -> None:
         self._forget(child)
@@ -195,10 +195,13 @@ class Crew:
         return news
 
     def _overdue(self) -> Iterator[News]:
-        """Processes that take too long to start are killed, those that cannot be killed are given up."""
+        """Processes that take too long to start or to end are killed, those that cannot be killed are given up."""
         now = time.monotonic()
         for child in self.children:
-            if child.killed and now > child.since + KILL_SECONDS:
+            if child.broken and not child.killed and now > child.since + ENDING_SECONDS:
+                self._link.kill(child.number)
+                yield from self._end(child, "it closed its stream and went on")
+            elif child.killed and now > child.since + KILL_SECONDS:
                 yield from self._end(child, f"it could not be killed in {KILL_SECONDS:g} s")
             elif not child.killed and not child.pid and now > child.since + START_SECONDS:
                 self.kill(child)
