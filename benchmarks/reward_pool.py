@@ -38,7 +38,7 @@ from rolemesh.protocols.reward import Sample
 from rolemesh.rewards import InProcess, ScoringPool
 from rolemesh.rewards.work import Answer, Work
 
-PROCESSES, DEADLINE, MEMORY_MB = 8, 1.0, 128
+PROCESSES, DEADLINE, MEMORY_MB = 8, 2.0, 128
 KINDS = {"loop": "Timeout", "crash": "ProcessEnded", "hog": "MemoryLimit"}
 
 
