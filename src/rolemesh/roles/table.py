@@ -34,6 +34,13 @@ def worker_class(role: str, config: Config) -> type[Worker]:
     """The worker class of a role. Raises ConfigError when the role has none or names something that is no Worker."""
     own = config.roles[role].worker
     if own is None:
+        if role not in ROLE_WORKERS:
+            raise ConfigError.one(
+                f"roles.{role}",
+                f"a worker class; built-in ones serve {', '.join(ROLE_WORKERS)}",
+                "none",
+                f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
+            )
         return ROLE_WORKERS[role]
     found = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
