@@ -11,7 +11,6 @@ trace cost nothing. Steps alternate between the two in blocks, because timings o
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.multiprocessing as mp
-from _harness import report
+from _harness import arguments, finish, median_ratio
 
 from rolemesh.config import load_config
 from rolemesh.config.schema import Config, ModelConfig
@@ -129,7 +128,7 @@ def plain_step(model: Any, optimizer: torch.optim.Optimizer, prompts: list[list[
     optimizer.zero_grad()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def plain_generate(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, logprobs, cache = [], [], None
     step, positions = ids, (mask.cumsum(1) - 1).clamp_min(0)
@@ -163,9 +162,7 @@ async def measure(run: TrainingRun, pipes: list[Connection], blocks: int, steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    quick = parser.parse_args().quick
+    quick = arguments("A GRPO step of rolemesh against a plain PyTorch loop of the same work.").quick
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(folder)
         prepared = prepare(config, local_inventory())
@@ -191,9 +188,9 @@ def main() -> None:
             for process in processes:
                 process.join(timeout=10)
     tokens = PROMPTS * GROUP * NEW
-    ours_median, plain_median = statistics.median(ours), statistics.median(plain)
-    sys.stdout.write(f"rolemesh {tokens / ours_median:,.0f} new tokens/s, plain loop {tokens / plain_median:,.0f} new tokens/s\n")
-    report("grpo_step", {"plain loop time / rolemesh time": plain_median / ours_median})
+    speeds = {name: tokens / statistics.median(times) for name, times in (("rolemesh", ours), ("plain loop", plain))}
+    ratios = {"plain loop time / rolemesh time": median_ratio(plain, ours)}
+    finish("grpo_step", ratios, ["rolemesh", "torch", "transformers", "ray"], tokens_per_second=speeds)
 
 
 if __name__ == "__main__":
