@@ -34,7 +34,7 @@ PROCESS_BYTES: Final = 500 * MIB
 """A process that has imported torch and transformers."""
 GPU_PROCESS_BYTES: Final = 3 * 1024 * MIB
 """The same with CUDA's libraries and pinned buffers."""
-REWARD_PROCESS_BYTES: Final = 250 * MIB
+REWARD_PROCESS_BYTES: Final = 350 * MIB
 """A reward process: Python, Arrow and the verifiers, no torch."""
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
