@@ -77,8 +77,8 @@ def test_a_node_without_enough_memory_is_a_problem():
     plan = build_plan(config(), inventory(memory_bytes=need), FACTS)  # all processes, nothing for the model
     (problem,) = plan.problems
     assert problem.subject == "node n"
-    assert problem.need == "memory: its processes need about 1.2 GiB"
-    assert problem.free == "1.2 GiB"
+    assert problem.need == "memory: its processes need about 1.3 GiB"  # 2 x 500 MiB and 350 MiB
+    assert problem.free == "1.3 GiB"
     big = build_plan(config(rollout={"slots": 10**9}), inventory(), FACTS)
     assert "pools fewer slots" in problem.remedy
     assert "KV cache of rollout" in big.problems[0].remedy
