@@ -68,6 +68,13 @@ def _leak(megabytes):
     return 1.0
 
 
+def _hold(megabytes):
+    """Take memory for long enough to be seen, and give it back."""
+    held = bytearray(b"x") * (int(megabytes) << 20)
+    time.sleep(0.2)
+    return float(len(held) > 0)
+
+
 def _family(path):
     """A child in the same process group, one in a session of its own, and one whose parent is gone; their ids go to a file."""
     orphan = "import os, time\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True)\nos.close(1)\ntime.sleep(100)"
@@ -151,6 +158,7 @@ DEEDS = {
     "hog": _hog,
     "hog_outside": _hog_outside,
     "leak": _leak,
+    "hold": _hold,
     "family_and_loop": _family_and_loop,
     "family_and_crash": _family_and_crash,
     "close_files": _close_files,

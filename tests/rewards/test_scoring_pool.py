@@ -59,8 +59,17 @@ def values(answers):
     return [answer.value for answer in answers]
 
 
+def is_alive(pid):
+    """A process whose main thread has ended while others still end has not ended: its files are still open."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+    except psutil.NoSuchProcess:
+        return False
+
+
 def alive(pids):
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def wait_for_end(pids, seconds=5.0):
@@ -225,6 +234,15 @@ def test_a_slow_leak_is_not_laid_to_any_sample(pool_of, run):
     assert values(run(pool, ["leak:8"] * 60)) == [1.0] * 60  # 480 MB
     assert pool.take_usage().replaced > 3
     assert tree_bytes(pool) < 300 * MIB
+
+
+def test_a_sample_that_waited_behind_a_leak_is_not_blamed_for_it(pool_of, run):
+    """Samples are sent ahead: those behind the one that used up the memory are under way before the process can be replaced."""
+    pool = pool_of(memory_mb=128, deadline=20.0, processes=1)
+    run(pool, honest(300))  # quick: eight are sent ahead
+    answers = run(pool, [*honest(30), "leak:100", *["hold:40"] * 4, "hog", *honest(30)])
+    assert values(answers) == [*map(float, honest(30)), 1.0, *[1.0] * 4, None, *map(float, honest(30))]
+    assert pool.take_usage().replaced == 2
 
 
 def test_a_limit_below_what_imports_take_is_refused(pool_of):

@@ -263,6 +263,9 @@ class ScoringPool:
             if now > child.oldest()[1] + self._limit(child):
                 self._condemn(child, timeout_fault(self._deadlines[child.part]))
             elif look and self._holds_too_much(child):
+                if child.retiring:  # what leaked before is to blame as well: the sample under way gets a fresh process
+                    self._crew.kill(child)
+                    continue
                 self._condemn(child, Fault(type="MemoryLimit", message=f"memory limit: more than memory_mb={self._memory_mb[child.part]}"))
 
     def _holds_too_much(self, child: Child) -> bool:
