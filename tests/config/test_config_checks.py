@@ -41,11 +41,13 @@ def test_ppo_needs_a_critic_and_works_with_single_answers(check):
     assert "roles.critic.pool=main" in problem.remedy
     assert check("algorithm.name=ppo", "algorithm.group_size=1", "roles.critic.pool=main") == {}
     assert check("algorithm.name=ppo", training=False) == {}
+    assert list(check("roles.critic.pool=main")) == ["roles.critic"]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "my_pkg.algos:Mine"])
 def test_divergence_needs_a_reference_model(check, name):
-    given = (f"algorithm.name={name}", "roles.critic.pool=main", "algorithm.kl_coefficient=0.1")
+    critic = ("roles.critic.pool=main",) if name == "ppo" else ()
+    given = (f"algorithm.name={name}", *critic, "algorithm.kl_coefficient=0.1")
     (problem,) = check(*given).values()
     assert problem.subject == "roles.ref"
     assert "roles.ref.pool=main" in problem.remedy
@@ -58,9 +60,9 @@ def test_adaptive_coefficient_needs_one_to_start_from(check):
 
 
 def test_divergence_in_the_reward_is_for_algorithms_with_rewards_of_tokens(check):
-    given = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1", "roles.ref.pool=main", "roles.critic.pool=main")
+    given = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1", "roles.ref.pool=main")
     assert list(check(*given)) == ["algorithm.kl_in"]
-    assert check(*given, "algorithm.name=ppo") == {}
+    assert check(*given, "algorithm.name=ppo", "roles.critic.pool=main") == {}
 
 
 def test_model_of_the_critic_must_be_there(check, tmp_path):
@@ -130,7 +132,7 @@ def test_roles_and_pools_must_fit_together(check):
 
 
 def test_required_roles(check):
-    assert set(check("roles={critic: {}}")) == {"roles.actor", "roles.rollout", "roles.reward"}
+    assert set(check("roles={ref: {}}")) == {"roles.actor", "roles.rollout", "roles.reward"}
 
 
 def test_pools_must_hold_slots(check):

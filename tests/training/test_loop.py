@@ -4,17 +4,18 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from training_helpers import ONE_PROCESS, Quiet, contract_problems, only_run, rows, small
+from training_helpers import ONE_PROCESS, PPO, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.algorithms import Grpo
 from rolemesh.errors import ConfigError, RunStopped, WorkerError
 from rolemesh.observe import Metrics, RunDirectory
-from rolemesh.protocols.algorithm import TokenBatch
+from rolemesh.protocols.algorithm import StepTerms, TokenBatch
 from rolemesh.training.launch import run_training
 from rolemesh.training.tasks import run_evaluation, run_generation, run_sft
 
@@ -33,11 +34,16 @@ def equal_rewards(sample: object, **options: object) -> float:
     return 0.0
 
 
+def varied(sample: Any, **options: object) -> float:
+    """Differs within a group even before the model can answer anything."""
+    return float(sum(map(ord, sample.response)) % 7)
+
+
 class LossOfNothing(Grpo):
     """A loss that is not a number, as a bug in an own algorithm would give."""
 
-    def loss(self, tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
-        return super().loss(tokens, metrics) * float("nan")
+    def loss(self, tokens: TokenBatch, metrics: Metrics, terms: StepTerms | None = None) -> torch.Tensor:
+        return super().loss(tokens, metrics, terms) * float("nan")
 
 
 class BrokenSink:
@@ -61,6 +67,16 @@ def train(tmp_path: Path, *overrides: str, resume: RunDirectory | None = None) -
 
 def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
     return torch.load(run.checkpoint(step) / "actor.pt", weights_only=True)["model"]
+
+
+def assert_equal_states(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    assert found["step"] == expected["step"]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    assert expected["optimizer"]
+    for name, moments in expected["optimizer"].items():
+        for key, tensor in moments.items():
+            assert torch.equal(found["optimizer"][name][key], tensor), (name, key)
 
 
 def sample_ids(run: RunDirectory) -> list[tuple[int, int]]:
@@ -93,23 +109,58 @@ def test_D24_the_first_ratio_is_one_against_the_engines_own_logprobs(tmp_path: P
             assert 0 < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int) -> None:
-    few = ("data.size=14", "trainer.save_samples_every=1", "trainer.keep_checkpoints=5")  # the data wraps around within the run
+def test_ppo_trains_all_its_roles_and_begins_at_its_reference(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, *PPO, "algorithm.kl_in=reward", "trainer.minibatches=2", "trainer.epochs=2")
+    assert contract_problems(run, steps=2) == "contract holds"
+    first, second = [row for row in rows(run) if "reward/mean" in row]
+    assert abs(first["policy/kl_ref"]) < 1e-7, "the reference is what the warm start left"
+    assert second["policy/kl_ref"] > 1e-6
+    assert first["critic/tokens_trained"] == first["actor/tokens_trained"]
+    assert {"time/reward/score", "time/ref/logprobs", "time/critic/values", "time/critic/estimate"} <= first.keys()
+    state = torch.load(run.checkpoint(2) / "critic.pt", weights_only=True)
+    assert state["step"] == 8
+    head = state["model"]["head.weight"]
+    assert not torch.equal(head, torch.zeros_like(head))
+
+
+def test_a_reference_without_a_penalty_only_measures(tmp_path: Path) -> None:
+    fast = ("trainer.learning_rate=0.01", "trainer.warmup_steps=0", "reward=[{name: 'test_loop:varied'}]")
+    run, _ = train(tmp_path, *fast, "roles={actor: {}, rollout: {}, reward: {}, ref: {}}")
+    plain, _ = train(tmp_path / "plain", *fast)
+    assert [row["policy/kl_ref"] > 1e-6 for row in rows(run) if "policy/kl_ref" in row] == [False, True]
+    for name, tensor in weights_of(plain, 2).items():
+        assert torch.equal(weights_of(run, 2)[name], tensor), name
+
+
+def test_the_critic_warms_up_before_the_policy_moves(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, *PPO, "algorithm.critic_warmup=2", "trainer.steps=3")
+    trained = [row for row in rows(run) if "reward/mean" in row]
+    assert [row["weights/version"] for row in trained] == [0, 0, 1]
+    assert ["actor/tokens_trained" in row for row in trained] == [False, False, True]
+    assert all(row["critic/tokens_trained"] > 0 for row in trained)
+    assert contract_problems(run, steps=3) == "contract holds"
+
+
+def test_the_coefficient_of_the_divergence_is_steered_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """The KL of the first step is 0, far below the target, so the coefficient falls by 2 %; from then on as measured."""
+    steered = (*PPO, "algorithm.kl_target=1.0", "trainer.learning_rate=0.0")
+    run, _ = train(tmp_path, *steered, "trainer.steps=2")
+    train(tmp_path, *steered, "trainer.steps=3", resume=run)
+    found = [row["policy/kl_coefficient"] for row in rows(run) if "reward/mean" in row]
+    assert found == pytest.approx([0.1, 0.098, 0.09604])
+
+
+@pytest.mark.parametrize(("at", "more"), [(1, ()), (3, ()), (3, (*PPO, "algorithm.kl_in=reward", "algorithm.kl_target=0.01"))])
+def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int, more: tuple[str, ...]) -> None:
+    few = (*more, "data.size=14", "trainer.save_samples_every=1", "trainer.keep_checkpoints=5")  # the data wraps around within the run
     whole, _ = train(tmp_path / "whole", "trainer.steps=4", *few)
     train(tmp_path / "cut", f"trainer.steps={at}", *few)
     cut = only_run(tmp_path / "cut")
     _, display = train(tmp_path / "cut", "trainer.steps=4", *few, resume=cut)
     assert display.started == (4, at), "H10: the bar begins at the checkpoint"
     assert any(f"resumed at step {at}" in note for note in display.notes)
-    expected = torch.load(whole.checkpoint(4) / "actor.pt", weights_only=True)
-    found = torch.load(cut.checkpoint(4) / "actor.pt", weights_only=True)
-    assert found["step"] == expected["step"]
-    for name, tensor in expected["model"].items():
-        assert torch.equal(found["model"][name], tensor), name
-    for name, moments in expected["optimizer"].items():
-        for key, tensor in moments.items():
-            assert torch.equal(found["optimizer"][name][key], tensor), (name, key)
+    for state in ("actor.pt", "critic.pt") if more else ("actor.pt",):
+        assert_equal_states(*(torch.load(run.checkpoint(4) / state, weights_only=True) for run in (whole, cut)))
     assert sample_ids(cut) == sample_ids(whole)
     assert [row["step"] for row in rows(cut) if "reward/mean" in row] == [1, 2, 3, 4]
 

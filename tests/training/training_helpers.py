@@ -31,6 +31,12 @@ SMALL = (
     "rollout.slots=16",
     "sft={steps: 3, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
 )
+PPO = (
+    "algorithm.name=ppo",
+    "algorithm.kl_coefficient=0.1",
+    "algorithm.critic_learning_rate=0.001",
+    "roles={actor: {pool: main}, rollout: {pool: main}, reward: {pool: main}, ref: {pool: main}, critic: {pool: main}}",
+)
 ONE_PROCESS = ("backend=local", "pools.main.nodes=[1]")
 
 

@@ -84,7 +84,7 @@ class ClippedPolicy:
         metrics.max("advantage/max", advantages.max())
         metrics.min("advantage/min", advantages.min())
         metrics.mean("advantage/abs_mean", np.abs(advantages).mean(), trained.sum())
-        if self.uses_reference:
+        if "kl" in prepared.names:
             metrics.mean("policy/kl_ref", _mean_kl(prepared, trained), prepared.scalars("response_length")[trained].sum())
 
     def terms(self, prepared: Batch, metrics: Metrics, *, kl_coefficient: float) -> StepTerms:

@@ -245,6 +245,13 @@ def _critic(config: Config) -> Iterator[Problem]:
             free=f"roles {', '.join(config.roles)}",
             remedy=f"Add roles.critic.pool={next(iter(config.pools), 'main')}, or set algorithm.name=grpo, which has none",
         )
+    elif config.algorithm.name == "grpo" and CRITIC in config.roles:
+        yield Problem(
+            subject="roles.critic",
+            need="algorithm grpo has no critic",
+            free="algorithm.name=grpo",
+            remedy="Set algorithm.name=ppo, or leave the role out",
+        )
     path = config.algorithm.critic_path
     if path is not None and path not in BUILTIN_MODELS:
         try:

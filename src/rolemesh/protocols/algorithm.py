@@ -84,7 +84,7 @@ class Algorithm(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Scalar columns that `prepare`, `terms` and `next_kl_coefficient` need, ids aside."""
+        """Scalar columns that `prepare`, `terms` and `next_kl_coefficient` need, ids aside. They get `kl` too wherever there is a ref."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,41 +10,23 @@ import numpy as np
 import torch
 
 from rolemesh.algorithms import create_algorithm
-from rolemesh.batch import Batch, BatchRef
+from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.models import load_model, load_tokenizer, save_model
 from rolemesh.observe import Metrics
-from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, WorkerContext, register
-from rolemesh.runtime.dispatch import collect_all
+from rolemesh.roles.dispatch import BY_MINIBATCH, passes
+from rolemesh.runtime import Worker, WorkerContext, register
 from rolemesh.weights import WeightManifest, pack
 
 if TYPE_CHECKING:
-    from rolemesh.protocols.algorithm import TokenBatch
+    from rolemesh.protocols.algorithm import StepTerms, TokenBatch
 
 STATE_FILE = "actor.pt"
-TRAIN_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "token_weight", "minibatch")
 
 
-def split_minibatches(topology: Topology, request: Request) -> list[Share | None]:
-    """Every mini-batch is balanced by tokens over the data-parallel ranks by itself, so that no rank waits inside a step.
-
-    The call's keyword `minibatches` (int [N], the mini-batch of each row) says which rows belong together; workers do not get it.
-    """
-    batch = request.batch
-    assert batch is not None
-    kwargs = dict(request.kwargs)
-    member = np.asarray(kwargs.pop("minibatches"))
-    parts: list[list[BatchRef]] = [[] for _ in range(topology.data_parallel)]
-    for number in np.unique(member):
-        rows = batch.take(np.flatnonzero(member == number))
-        for mine, share in zip(parts, rows.split_tokens(topology.data_parallel), strict=True):
-            mine.append(share)
-    shares = [BatchRef.concat(mine) for mine in parts]
-    return [Share(batch=shares[rank // topology.tensor_parallel], args=request.args, kwargs=kwargs) for rank in range(topology.world_size)]
-
-
-BY_MINIBATCH = Dispatch(name="by_minibatch", split=split_minibatches, collect=collect_all)
+def actor_reads(*, config: Config) -> tuple[str, ...]:
+    return create_algorithm(config).actor_reads
 
 
 class ActorWorker(Worker):
@@ -67,6 +50,7 @@ class ActorWorker(Worker):
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             compute_dtype=getattr(torch, config.dtype),
             device=self.context.device,
+            entropy_gradient=self.config.algorithm.entropy_coefficient > 0,
         )
 
     def joined(self) -> None:
@@ -81,37 +65,33 @@ class ActorWorker(Worker):
 
     # -- policy ---------------------------------------------------------------------------------------------------------------
 
-    @register(dispatch=BY_MINIBATCH, reads=TRAIN_COLUMNS, mutates=True)
-    def update(self, batch: Batch, *, count: int, temperature: float) -> int:
+    @register(dispatch=BY_MINIBATCH, reads=actor_reads, mutates=True)
+    def update(self, batch: Batch, *, count: int, temperature: float, terms: StepTerms) -> int:
         """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
 
-        Rows are taken in id order. Before the first weight change, `policy/ratio_first_minibatch_max_deviation` is the largest
-        |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine.
-        Returns the optimizer steps done so far.
+        Before the first weight change, `policy/ratio_first_minibatch_max_deviation` is the largest |ratio - 1| and
+        `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine. Returns the optimizer
+        steps done so far.
         """
-        batch = batch.sort_by_id()
-        member = np.asarray(batch.scalars("minibatch"))
-        for epoch in range(self.config.trainer.epochs):
-            for number in range(count):
-                rows = batch.take(np.flatnonzero(member == number))
-                first = epoch == 0 and number == 0
-                with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
-                    loss = self._first_loss if first else self.algorithm.loss
-                    self.engine.update(rows, loss, temperature=temperature, metrics=self.metrics)
+        for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
+            loss = partial(self._loss, terms=terms, compare=(epoch, number) == (0, 0))
+            with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
+                self.engine.update(rows, loss, temperature=temperature, metrics=self.metrics)
         return self.engine.step
 
-    def _first_loss(self, tokens: TokenBatch, metrics: Metrics) -> torch.Tensor:
+    def _loss(self, tokens: TokenBatch, metrics: Metrics, *, terms: StepTerms, compare: bool) -> torch.Tensor:
         kept = tokens.weights != 0
-        gap = (tokens.logprobs.detach() - tokens.old_logprobs)[kept]
-        if len(gap):
+        if compare and kept.any():
+            gap = (tokens.logprobs.detach() - tokens.old_logprobs)[kept]
             metrics.max("rollout/logprob_gap_max", gap.abs().max())
             metrics.max("policy/ratio_first_minibatch_max_deviation", (gap.exp() - 1).abs().max())
-        return self.algorithm.loss(tokens, metrics)
+        return self.algorithm.loss(tokens, metrics, terms)
 
-    @register(dispatch=BY_MINIBATCH, reads=TRAIN_COLUMNS)
-    def gradients(self, batch: Batch, *, temperature: float) -> dict[str, np.ndarray]:
+    @register(dispatch=BY_MINIBATCH, reads=actor_reads)
+    def gradients(self, batch: Batch, *, temperature: float, terms: StepTerms) -> dict[str, np.ndarray]:
         """Gradients of the rows as one mini-batch, summed over ranks, without a step: for checks of equality."""
-        found = self.engine.compute_gradients(batch.sort_by_id(), self.algorithm.loss, temperature=temperature, metrics=Metrics())
+        loss = partial(self._loss, terms=terms, compare=False)
+        found = self.engine.compute_gradients(batch, loss, temperature=temperature, metrics=Metrics())
         return {name: gradient.float().numpy() for name, gradient in found.items()}
 
     # -- supervised ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from rolemesh import names, registry
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError
 from rolemesh.roles.actor import ActorWorker
+from rolemesh.roles.critic import CriticWorker
+from rolemesh.roles.ref import RefWorker
 from rolemesh.roles.reward import RewardWorker
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.runtime import Worker
@@ -20,12 +22,16 @@ ROLE_WORKERS: Final[dict[str, type[Worker]]] = {
     names.ACTOR: ActorWorker,
     names.ROLLOUT: RolloutWorker,
     names.REWARD: RewardWorker,
+    names.REF: RefWorker,
+    names.CRITIC: CriticWorker,
 }
 
 REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     names.ACTOR: ("update", "publish", "save", "restore"),
     names.ROLLOUT: ("generate", "load_weights"),
     names.REWARD: ("score", "save_samples"),
+    names.REF: ("logprobs", "load_weights", "save", "restore"),
+    names.CRITIC: ("values", "estimate", "update", "load_backbone", "save", "restore"),
 }
 """Registered methods that the phases call on a built-in role, whoever serves it."""
 

@@ -3,7 +3,7 @@
 from rolemesh.protocols.backend import Backend, Bundle, Process
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Share, Topology
-from rolemesh.runtime.group import CallRecord, Deadlines, WorkerGroup
+from rolemesh.runtime.group import CallRecord, Deadlines, WorkerGroup, together
 from rolemesh.runtime.local import LocalBackend
 from rolemesh.runtime.pool import Pool
 from rolemesh.runtime.stored import Stored
@@ -31,6 +31,7 @@ __all__ = [
     "WorkerGroup",
     "create_backend",
     "register",
+    "together",
 ]
 
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
@@ -26,8 +26,9 @@ from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, R
 from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
 from rolemesh.runtime.pool import Pool
 from rolemesh.runtime.stored import Stored, take_out
-from rolemesh.runtime.worker import Registered, Worker, WorkerContext, registered_methods
+from rolemesh.runtime.worker import Settled, Worker, WorkerContext, registered_methods, settled_methods
 
+T = TypeVar("T")
 UNWIND_SECONDS = 10.0
 """How long the other ranks of a failed call get to come back after their communicators were cut."""
 LIFE = frozenset(registered_methods(Worker))
@@ -85,10 +86,10 @@ class WorkerGroup:
     generation: int = field(default=0, init=False)
     _joined: bool = field(default=False, init=False)
     """The ranks have a communicator that was not cut."""
-    _methods: dict[str, Registered] = field(init=False)
+    _methods: dict[str, Settled] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._methods = registered_methods(self.worker_class)
+        self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
             raise ConfigError.one(
@@ -121,7 +122,7 @@ class WorkerGroup:
 
     async def create(self, deadline: float = 60.0) -> None:
         """Start the processes and make the workers in them. Raises DeadlineExceeded, ResourceError or the worker's own error."""
-        await _all(self._create(rank, deadline) for rank in range(self.world_size))
+        await together(self._create(rank, deadline) for rank in range(self.world_size))
         for rank, bundle in enumerate(self.bundles):
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
@@ -148,7 +149,7 @@ class WorkerGroup:
 
     async def init(self, retries: int = 1) -> None:
         """Load models (each worker retried by itself), then form the communicator (retried as a group, each time anew)."""
-        await _all(self._load(rank, retries) for rank in range(self.world_size))
+        await together(self._load(rank, retries) for rank in range(self.world_size))
         if self._communicates:
             await self.rejoin(retries)
 
@@ -250,7 +251,7 @@ class WorkerGroup:
             )
         return chosen
 
-    def _submit(self, rank: int, share: Share, registered: Registered, method: str, identity: str) -> Pending:
+    def _submit(self, rank: int, share: Share, registered: Settled, method: str, identity: str) -> Pending:
         refs: list[Any] = []
         assembly = None
         if share.batch is not None:
@@ -357,7 +358,7 @@ class WorkerGroup:
             await asyncio.gather(*aborts, return_exceptions=True)
 
 
-def _answer(rank: int, reply: Reply, pending: Pending, registered: Registered) -> Answer:
+def _answer(rank: int, reply: Reply, pending: Pending, registered: Settled) -> Answer:
     value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
     parts = [BatchRef.from_blocks([(ref, meta)]) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
     batch = parts[0].join(parts[1]) if len(parts) == 2 else parts[0] if parts else None
@@ -383,11 +384,12 @@ def _named(error: RolemeshError, group: str, rank: int, method: str) -> Rolemesh
     return type(error)(**{**error.fields, "group": group, "rank": rank, "method": method})
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines side by side; on the first error the others are cancelled and awaited, and that error is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all side by side (calls of several groups, for one) and return their results in order; on the first error the others are
+    cancelled and awaited, and that error is raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -23,7 +23,7 @@ from rolemesh.errors import BatchError, RolemeshError, StaleCall
 from rolemesh.observe import Metrics, Span
 from rolemesh.protocols.backend import Call, Failure, Reply, Report
 from rolemesh.runtime.stored import fill
-from rolemesh.runtime.worker import Peers, Registered, Worker, WorkerContext, registered_methods
+from rolemesh.runtime.worker import Peers, Settled, Worker, WorkerContext, settled_methods
 
 NUMBERS = ("int", "float", "bool")
 """Columns of these kinds get a block of their own, so that the controller can read them without touching tokens."""
@@ -41,7 +41,7 @@ class ProcessHost:
     def __init__(self, name: str, node: str) -> None:
         self.name, self.node = name, node
         self._workers: dict[str, Worker] = {}
-        self._methods: dict[str, dict[str, Registered]] = {}
+        self._methods: dict[str, dict[str, Settled]] = {}
         self._fence: dict[str, tuple[int, int]] = {}
         self._kept: dict[str, OrderedDict[str, Answered]] = {}
         self._call, self._since = "", time.time()
@@ -52,11 +52,12 @@ class ProcessHost:
         try:
             with _environment(context):
                 worker = worker_class(context, **kwargs)
+                methods = settled_methods(worker_class, kwargs)
         except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
             return _failure(error)
         worker.peers = Peers(self._workers)
         self._workers[group] = worker
-        self._methods[group] = registered_methods(worker_class)
+        self._methods[group] = methods
         self._kept[group] = OrderedDict()
         self._fence.setdefault(group, (0, 0))
         return None
@@ -151,7 +152,7 @@ def _environment(context: WorkerContext) -> Iterator[None]:
 
 
 def _pack(
-    method: Registered, who: str, sent: Batch | None, result: Any
+    method: Settled, who: str, sent: Batch | None, result: Any
 ) -> tuple[Any, tuple[BlockMeta | None, BlockMeta | None], tuple[Any, Any]]:
     if method.stores:
         value, stored = result

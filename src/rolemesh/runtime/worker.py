@@ -15,9 +15,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 REGISTERED = "__rolemesh_registered__"
 
 
+Columns = tuple[str, ...] | Callable[..., tuple[str, ...]]
+"""Names of columns, or a function that makes them from the keyword settings that the worker is constructed with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
     """How a method is called from the controller."""
+
+    dispatch: Dispatch
+    reads: Columns
+    writes: Columns
+    mutates: bool
+    stores: bool
+
+    def settle(self, settings: Mapping[str, Any]) -> Settled:
+        """The method as it is for workers with these settings."""
+        reads, writes = (columns(**settings) if callable(columns) else columns for columns in (self.reads, self.writes))
+        return Settled(dispatch=self.dispatch, reads=reads, writes=writes, mutates=self.mutates, stores=self.stores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A registered method of workers whose settings, and so columns, are known."""
 
     dispatch: Dispatch
     reads: tuple[str, ...]
@@ -29,8 +49,8 @@ class Registered:
 def register(
     *,
     dispatch: str | Dispatch = "all",
-    reads: tuple[str, ...] = (),
-    writes: tuple[str, ...] = (),
+    reads: Columns = (),
+    writes: Columns = (),
     mutates: bool = False,
     stores: bool = False,
 ) -> Callable[[F], F]:
@@ -38,7 +58,8 @@ def register(
 
     `dispatch` says how arguments are split over ranks and results joined: a name of `DISPATCHES` or an own `Dispatch`. A method with
     `reads` takes a `Batch` of these columns first; one with `writes` returns a `Batch` of these columns (and ids), which stays where
-    it is and reaches the controller as a `BatchRef`. `mutates` marks a method that changes the worker: it runs once even when the
+    it is and reaches the controller as a `BatchRef`. Where the columns depend on the worker's settings, give a function of these:
+    `reads=lambda *, config: ...`. `mutates` marks a method that changes the worker: it runs once even when the
     same call arrives twice. `stores` marks one that returns `(small value, large object)`; the object stays with the worker's node
     and the controller gets `(value, Stored)`.
     """
@@ -66,6 +87,11 @@ def registered_methods(worker_class: type) -> dict[str, Registered]:
             if isinstance(mark, Registered):
                 found[name] = mark
     return found
+
+
+def settled_methods(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Settled]:
+    """The callable methods of workers that are constructed with these keyword settings."""
+    return {name: method.settle(settings) for name, method in registered_methods(worker_class).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

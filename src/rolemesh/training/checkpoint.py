@@ -1,4 +1,4 @@
-"""Checkpoints: `checkpoints/step-N/` with the actor's state, a Hugging Face folder (`model/`) and `state.json`.
+"""Checkpoints: `checkpoints/step-N/` with the state of actor, critic and ref, a Hugging Face folder (`model/`) and `state.json`.
 
 A checkpoint is written into a hidden folder, synced and renamed, so that one with its name is complete; `state.json` is its marker. The
 newest complete one is used, and those that were skipped are named.
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rolemesh import __version__
 from rolemesh.errors import ConfigError
+from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.observe import RunDirectory, write_json
 from rolemesh.observe.files import sync_directory
+from rolemesh.runtime import together
 
 if TYPE_CHECKING:
     from rolemesh.training.run import TrainingRun
@@ -32,7 +34,7 @@ async def save(run: TrainingRun) -> Path:
     fresh = final.parent / f".{final.name}.partial"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    await run.session.groups["actor"].save(str(fresh.resolve()))
+    await together(run.session.groups[role].save(str(fresh.resolve())) for role in roles_with_state(run))
     state = {"format": FORMAT, "rolemesh": __version__, "progress": run.progress.to_json(), "prompts": run.prompts.state()}
     write_json(fresh / STATE, state)
     _sync(fresh)
@@ -42,6 +44,18 @@ async def save(run: TrainingRun) -> Path:
     for old in complete(run.directory)[: -run.config.trainer.keep_checkpoints]:
         shutil.rmtree(old)
     return final
+
+
+async def restore(run: TrainingRun, folder: Path) -> None:
+    """Give the roles the state back that `save` wrote; the run's own progress must be restored already."""
+    await together(run.session.groups[role].restore(str(folder.resolve())) for role in roles_with_state(run))
+
+
+def roles_with_state(run: TrainingRun) -> list[str]:
+    """The roles of the session that `state.json` alone does not bring back. A reference is what its model folder says, unless it came
+    out of a warm start."""
+    roles = [ACTOR, CRITIC, *([REF] if run.progress.warm_started else [])]
+    return [role for role in roles if role in run.session.groups]
 
 
 def complete(directory: RunDirectory) -> list[Path]:

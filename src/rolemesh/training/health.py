@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from rolemesh.errors import RunStopped
+from rolemesh.names import ACTOR, CRITIC
 from rolemesh.observe import MetricValue
 from rolemesh.training.run import TrainingRun
 
@@ -22,12 +23,12 @@ REPEAT_EVERY: Final = 20
 def check(run: TrainingRun) -> None:
     """Look at the step just recorded. Raises RunStopped when several steps in a row had no finite gradient."""
     row = run.recorder.row
-    lost = float(row.get("actor/steps_skipped_nonfinite", 0)) > 0
+    lost = _nonfinite(row)
     run.nonfinite_steps = run.nonfinite_steps + 1 if lost else 0
     if run.nonfinite_steps >= NONFINITE_STEPS:
         raise RunStopped(
             f"step {run.progress.step}: the last {run.nonfinite_steps} steps had a loss or gradient that is not finite; none was "
-            "applied. Lower trainer.learning_rate, or look at the rewards and samples of these steps"
+            "applied. Lower trainer.learning_rate (or algorithm.critic_learning_rate), or look at the rewards and samples of these steps"
         )
     for kind, text in _signs(run, row):
         if run.progress.step - run.warned.get(kind, -REPEAT_EVERY) >= REPEAT_EVERY:
@@ -35,8 +36,12 @@ def check(run: TrainingRun) -> None:
             run.recorder.note(f"step {run.progress.step}: {text}")
 
 
+def _nonfinite(row: dict[str, MetricValue]) -> bool:
+    return any(float(row.get(f"{role}/steps_skipped_nonfinite", 0)) > 0 for role in (ACTOR, CRITIC))
+
+
 def _signs(run: TrainingRun, row: dict[str, MetricValue]) -> Iterator[tuple[str, str]]:
-    if float(row.get("actor/steps_skipped_nonfinite", 0)) > 0:
+    if _nonfinite(row):
         yield "nonfinite", "an optimizer step had a loss or gradient that is not finite and was left out"
     flat = float(row.get("reward/zero_spread_groups", 0))
     if flat > FLAT_GROUPS:

@@ -212,8 +212,8 @@ def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
 
 
 async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint, dropped: int) -> None:
-    """Give the actor its state back; only then does the run directory take the config of this start."""
-    await run.session.groups["actor"].restore(str(checkpoint.folder.resolve()))
+    """Give the roles their state back; only then does the run directory take the config of this start."""
+    await checkpoints.restore(run, checkpoint.folder)
     _write_plan(prepared, run.directory)
     run.recorder.step = run.progress.step
     skipped = f"; skipped incomplete {', '.join(checkpoint.skipped)}" if checkpoint.skipped else ""

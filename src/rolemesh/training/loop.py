@@ -2,9 +2,9 @@
 
     draw        nobody: prompts come from the controller's own stream
     generate    rollout workers; they hold exactly the weights that `publish` gave them
-    score       reward workers
-    advantages  nobody: rewards and lengths only, no tokens
-    update      actor workers, all mini-batches of the step in one call
+    score       reward, ref and critic workers, side by side
+    advantages  critic workers, if there are any; else nobody: rewards and lengths only, no tokens
+    update      actor and critic workers, side by side, all mini-batches of the step in one call each
     publish     actor rank zero packs, rollout workers load; the new version is served from here on
 
 Every name here is a function of `phases.py` over one `TrainingRun`; the token data stays with the workers all along.
@@ -34,7 +34,7 @@ async def step(run: TrainingRun) -> None:
     prompts = phases.draw(run)
     samples = await phases.generate(run, prompts)
     scored = await phases.score(run, samples)
-    batch = await phases.advantages(run, scored)
-    await phases.update(run, batch)
+    ready = await phases.advantages(run, scored)
+    await phases.update(run, ready)
     await phases.publish(run)
-    await phases.record(run, batch)
+    await phases.record(run, ready)

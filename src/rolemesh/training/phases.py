@@ -7,9 +7,11 @@ import numpy as np
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.data import sft_batch
 from rolemesh.errors import RunStopped
+from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.observe import Metrics
+from rolemesh.runtime import together
 from rolemesh.training import checkpoint, evaluation, health
-from rolemesh.training.run import TrainingRun
+from rolemesh.training.run import StepBatch, TrainingRun
 
 
 async def warm_start(run: TrainingRun) -> None:
@@ -18,15 +20,27 @@ async def warm_start(run: TrainingRun) -> None:
     if sft is None or run.sft_prompts is None or run.progress.warm_started:
         return
     run.recorder.begin_stage("sft", sft.steps)
-    actor = run.session.groups["actor"]
+    actor = run.session.groups[ACTOR]
     await actor.start_sft()
     for step in range(1, sft.steps + 1):
         batch = sft_batch(run.sft_prompts, sft.batch_size, run.session.tokenizer, run.config.data.max_response_tokens)
         await actor.sft_update(run.session.store(batch))
         run.recorder.sft_step(step)
     await actor.end_sft()
+    await _hand_on(run)
     run.progress.warm_started = True
     run.recorder.end_stage("sft", str(run.sft_prompts.report))
+
+
+async def _hand_on(run: TrainingRun) -> None:
+    """What came out of the warm start is the reference, and the body of a critic that has no model of its own."""
+    groups = run.session.groups
+    takers = [groups[REF].load_weights] if REF in groups else []
+    if CRITIC in groups and run.config.algorithm.critic_path is None:
+        takers.append(groups[CRITIC].load_backbone)
+    if takers:
+        manifest, stored = await groups[ACTOR].publish(run.progress.weight_version)
+        await together(take(manifest, stored) for take in takers)
 
 
 def draw(run: TrainingRun) -> BatchRef:
@@ -39,7 +53,7 @@ def draw(run: TrainingRun) -> BatchRef:
 
 async def generate(run: TrainingRun, prompts: BatchRef) -> BatchRef:
     """Sample an answer to every row with the current weights."""
-    rollout = run.session.groups["rollout"]
+    rollout = run.session.groups[ROLLOUT]
     written = await rollout.generate(
         prompts, version=run.progress.weight_version, temperature=run.config.rollout.temperature, seed=run.config.seed
     )
@@ -47,17 +61,33 @@ async def generate(run: TrainingRun, prompts: BatchRef) -> BatchRef:
 
 
 async def score(run: TrainingRun, samples: BatchRef) -> BatchRef:
-    """Reward every row. Rows that cannot be scored have no reward; training masks them and the step counts them."""
-    return samples.join(await run.session.groups["reward"].score(samples))
+    """Reward every row and, where these roles are there, find its log-probabilities under the reference and the values of its states,
+    all side by side. Rows that cannot be scored have no reward; training masks them and the step counts them."""
+    groups = run.session.groups
+    calls = [groups[REWARD].score(samples)]
+    if REF in groups:
+        calls.append(groups[REF].logprobs(samples, temperature=run.config.rollout.temperature))
+    if CRITIC in groups:
+        calls.append(groups[CRITIC].values(samples))
+    for written in await together(calls):
+        samples = samples.join(written)
+    return samples
 
 
-async def advantages(run: TrainingRun, scored: BatchRef) -> BatchRef:
-    """Rewards into advantages, token weights and mini-batches, from numbers alone."""
-    numbers = await run.session.read(scored, ("reward", *run.algorithm.reads))
+async def advantages(run: TrainingRun, scored: BatchRef) -> StepBatch:
+    """Rewards into advantages, token weights, mini-batches and the numbers of the whole step. With a critic its workers make the
+    advantages of the tokens; here only numbers of rows are read."""
+    groups = run.session.groups
+    if CRITIC in groups:
+        scored = scored.join(await groups[CRITIC].estimate(scored, kl_coefficient=run.kl_coefficient))
+    reads = dict.fromkeys(("reward", *run.algorithm.reads, *(("kl",) if REF in groups else ())))
+    numbers = await run.session.read(scored, tuple(reads))
     with run.recorder.span("advantages"):
         prepared = run.algorithm.prepare(numbers, run.recorder.metrics)
+        terms = run.algorithm.terms(prepared, run.recorder.metrics, kl_coefficient=run.kl_coefficient)
         _record_rewards(prepared, run.recorder.metrics)
-        return scored.join(run.session.store(prepared.select(["advantage", "token_weight", "minibatch"])))
+        batch = scored.join(run.session.store(prepared.select(run.algorithm.writes)))
+        return StepBatch(batch=batch, numbers=prepared, terms=terms)
 
 
 def _record_rewards(batch: Batch, metrics: Metrics) -> None:
@@ -73,9 +103,10 @@ def _record_rewards(batch: Batch, metrics: Metrics) -> None:
     metrics.mean("response_length/mean", lengths.mean())
 
 
-async def update(run: TrainingRun, batch: BatchRef) -> None:
-    """One pass of the optimizer over the step: all epochs and mini-batches in one call. The weights become a new version."""
-    numbers = await run.session.read(batch, ("advantage", "token_weight", "minibatch"))
+async def update(run: TrainingRun, step: StepBatch) -> None:
+    """Train on the step: all epochs and mini-batches in one call of the actor and, beside it, one of the critic. The policy's weights
+    become a new version, unless the critic still warms up."""
+    numbers = step.numbers
     weighted = int((np.asarray(numbers.scalars("token_weight")) > 0).sum())
     policy = run.config.algorithm.no_signal
     skipped = False
@@ -87,13 +118,15 @@ async def update(run: TrainingRun, batch: BatchRef) -> None:
     _record_fate(run, trained=0 if skipped else weighted, skipped=weighted if skipped else 0, masked=len(numbers) - weighted)
     if skipped:
         return
-    await run.session.groups["actor"].update(
-        batch,
-        minibatches=numbers.scalars("minibatch"),
-        count=run.config.trainer.minibatches,
-        temperature=run.config.rollout.temperature,
-    )
-    run.progress.weight_version += 1
+    groups, cut = run.session.groups, {"minibatches": numbers.scalars("minibatch"), "count": run.config.trainer.minibatches}
+    calls = [groups[CRITIC].update(step.batch, **cut)] if CRITIC in groups else []
+    warming_up = CRITIC in groups and run.progress.step < run.config.algorithm.critic_warmup
+    if warming_up:
+        run.recorder.policy_untouched()
+    else:
+        calls.append(groups[ACTOR].update(step.batch, **cut, temperature=run.config.rollout.temperature, terms=step.terms))
+    await together(calls)
+    run.progress.weight_version += not warming_up
 
 
 def _record_fate(run: TrainingRun, *, trained: int, skipped: int, masked: int) -> None:
@@ -121,18 +154,22 @@ async def publish(run: TrainingRun) -> None:
     version = run.progress.weight_version
     if run.session.published_version == version:
         return
-    manifest, stored = await run.session.groups["actor"].publish(version)
-    held = await run.session.groups["rollout"].load_weights(manifest, stored)
+    manifest, stored = await run.session.groups[ACTOR].publish(version)
+    held = await run.session.groups[ROLLOUT].load_weights(manifest, stored)
     run.session.confirm_published(version, held)
 
 
-async def record(run: TrainingRun, batch: BatchRef) -> None:
-    """Write the step's row of metrics and, now and then, its samples."""
+async def record(run: TrainingRun, done: StepBatch) -> None:
+    """Write the step's row of metrics and, now and then, its samples. What the algorithm adapts from step to step moves on."""
+    batch = done.batch
     run.progress.step += 1
     step = run.progress.step
+    adapted = run.algorithm.next_kl_coefficient(done.numbers, run.kl_coefficient)
+    if adapted != run.kl_coefficient:
+        run.progress.kl_coefficient = adapted
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
-        await run.session.groups["reward"].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
+        await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
     run.recorder.end_step(
         step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed
     )

@@ -43,7 +43,7 @@ class Recorder:
         self._times: dict[str, float] = defaultdict(float)
         self._began = 0.0
         self.row: dict[str, MetricValue] = {}
-        self._skipped = False
+        self._skipped = self._policy_untouched = False
         self._total = 1
 
     # -- what happens ---------------------------------------------------------------------------------------------------------
@@ -81,7 +81,8 @@ class Recorder:
     # -- steps ----------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        self.step, self.phase, self._skipped = step, "step", False
+        self.step, self.phase = step, "step"
+        self._skipped = self._policy_untouched = False
         self._begin()
 
     def _begin(self) -> None:
@@ -91,10 +92,14 @@ class Recorder:
 
     def no_signal(self, policy: str) -> None:
         """No group of the step has any spread in its rewards."""
-        self._skipped = policy == "skip_step"
+        self._skipped = self._policy_untouched = policy == "skip_step"
         text = f"step {self.step}: no group has any spread in its rewards ({policy})"
         self.events.write("run", "algorithm", "no_signal", level="warning", message=text)
         self.display.note(text)
+
+    def policy_untouched(self) -> None:
+        """The step trains the critic alone."""
+        self._policy_untouched = True
 
     def end_step(self, step: int, *, tokens: int, version: int, removed: Mapping[str, int]) -> None:
         """Write the step's row."""
@@ -112,7 +117,7 @@ class Recorder:
             "bottleneck/role": role,
             "bottleneck/reason": f"{call}: {self._times[slowest] / seconds:.0%} of the step",
         }
-        if self._skipped:  # nothing was trained, so nothing was compared
+        if self._policy_untouched:  # nothing was trained, so nothing was compared
             row |= {"policy/ratio_first_minibatch_max_deviation": 0.0, "rollout/logprob_gap_max": 0.0}
         self.row = row
         self._write(step, row)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptStream
 from rolemesh.observe import RunDirectory
-from rolemesh.protocols.algorithm import Algorithm
+from rolemesh.protocols.algorithm import Algorithm, StepTerms
 from rolemesh.training.recorder import Recorder
 from rolemesh.training.session import Session
 
@@ -24,12 +25,25 @@ class Progress:
     """The warm start by the `sft` section is behind."""
     weight_version: int = 0
     """Version of the actor's weights: 0 before the first update, then one more for each."""
+    kl_coefficient: float | None = None
+    """Coefficient of the divergence from the reference once it has been adapted; before that the algorithm's own holds."""
     first_accuracy: float | None = None
     """Held-out accuracy before the first step."""
     last_accuracy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A step that is ready for its updates."""
+
+    batch: BatchRef
+    """All columns that were written for it."""
+    numbers: Batch
+    """The columns of the algorithm that the controller has read and made itself: one number for each row."""
+    terms: StepTerms
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +67,12 @@ class TrainingRun:
     """Step of the last warning of each kind."""
     cursor: dict[str, Any] = field(default_factory=dict)
     """Where the prompts stood before the step under way: what a step that is given up goes back to."""
+
+    @property
+    def kl_coefficient(self) -> float:
+        """Coefficient of the step under way."""
+        adapted = self.progress.kl_coefficient
+        return self.algorithm.kl_coefficient if adapted is None else adapted
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1; each is timed and counted as done when the loop comes back for the next."""

@@ -16,7 +16,7 @@ from rolemesh.errors import ResourceError, StaleWeights
 from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
 from rolemesh.protocols.backend import Report
 from rolemesh.roles import worker_class
-from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup
+from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ class Session:
             self._announce("schedule", f"pool {name}", "placed")
         for role in self.groups:
             self._announce("create", role, "starting")
-        await asyncio.gather(*(group.create(deadline) for group in self.groups.values()))
+        await together(group.create(deadline) for group in self.groups.values())
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
 
@@ -119,7 +119,7 @@ class Session:
     async def _init(self) -> None:
         for role in self.groups:
             self._announce("load", role, "loading")
-        await asyncio.gather(*(group.init(retries=LOAD_RETRIES) for group in self.groups.values()))
+        await together(group.init(retries=LOAD_RETRIES) for group in self.groups.values())
         for role in self.groups:
             self._announce("join", role, "ready")
 

@@ -1,0 +1,105 @@
+"""The critic: values of states, the advantages that follow from them, and the critic's own training (algorithms with a critic)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+
+from rolemesh.algorithms import create_actor_critic
+from rolemesh.batch import Batch
+from rolemesh.config.schema import Config
+from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model
+from rolemesh.roles.dispatch import BY_MINIBATCH, passes
+from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.weights import WeightManifest, unpack
+
+STATE_FILE: Final = "critic.pt"
+
+
+def estimate_reads(*, config: Config) -> tuple[str, ...]:
+    return create_actor_critic(config).estimate_reads
+
+
+def estimate_writes(*, config: Config) -> tuple[str, ...]:
+    return create_actor_critic(config).estimate_writes
+
+
+def critic_reads(*, config: Config) -> tuple[str, ...]:
+    return create_actor_critic(config).critic_reads
+
+
+class CriticWorker(Worker):
+    """One data-parallel rank of the critic."""
+
+    communicates: ClassVar[bool] = True
+
+    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+        super().__init__(context)
+        self.config = config
+        self.algorithm = create_actor_critic(config)
+        self.engine: ValueEngine
+
+    def load(self) -> None:
+        """Build the model: the same weights on every rank, from the folder and the seed."""
+        torch.set_num_threads(1)
+        config = self.config
+        self.engine = ValueEngine(
+            load_value_model(config.model, path=config.algorithm.critic_path, seed=config.seed),
+            optimizer=OptimizerSettings.of_critic(config.algorithm, config.trainer),
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            compute_dtype=getattr(torch, config.model.dtype),
+            device=self.context.device,
+        )
+
+    def joined(self) -> None:
+        assert self.communicator is not None
+        self.engine.process_group = self.communicator.group
+        self.engine.check_replicas()
+
+    def leave(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.process_group = None
+        super().leave()
+
+    # -- values and advantages ------------------------------------------------------------------------------------------------
+
+    @register(dispatch="balanced", reads=("prompt_ids", "response_ids"), writes=("values",))
+    def values(self, batch: Batch) -> Batch:
+        """Value of the state before each response token, under the weights that the step begins with."""
+        return batch.select([]).with_columns({"values": self.engine.values(batch)})
+
+    @register(dispatch="balanced", reads=estimate_reads, writes=estimate_writes)
+    def estimate(self, batch: Batch, *, kl_coefficient: float) -> Batch:
+        """Advantages and returns of the response tokens from rewards and values, and their sums by row for the controller."""
+        return self.algorithm.estimate(batch, kl_coefficient=kl_coefficient)
+
+    # -- training -------------------------------------------------------------------------------------------------------------
+
+    @register(dispatch=BY_MINIBATCH, reads=critic_reads, mutates=True)
+    def update(self, batch: Batch, *, count: int) -> int:
+        """All epochs and mini-batches of one step, as the actor does them. Returns the optimizer steps done so far."""
+        for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
+            with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
+                self.engine.update(rows, self.algorithm.value_loss, metrics=self.metrics)
+        return self.engine.step
+
+    @register(dispatch="all", mutates=True)
+    def load_backbone(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
+        """Take over the body of the policy with these published weights; the head stays."""
+        self.engine.value_model.load_backbone(unpack(manifest, buffer))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------------
+
+    @register(dispatch="rank_zero")
+    def save(self, folder: str) -> None:
+        """Write the training state into an existing folder."""
+        torch.save(self.engine.state(), Path(folder) / STATE_FILE)
+
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str) -> None:
+        """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
+        self.engine.load_state(torch.load(Path(folder) / STATE_FILE, weights_only=True))
+        self.engine.check_replicas()

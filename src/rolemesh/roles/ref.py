@@ -1,0 +1,61 @@
+"""The reference: the model that the policy is kept near. It never changes after the warm start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from rolemesh.algorithms import REFERENCE_READS, REFERENCE_WRITES, reference_columns
+from rolemesh.batch import Batch
+from rolemesh.config.schema import Config
+from rolemesh.engines.train import Scorer
+from rolemesh.models import load_model
+from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.weights import WeightManifest, unpack
+
+WEIGHTS_FILE: Final = "ref.safetensors"
+
+
+class RefWorker(Worker):
+    """One copy of the reference model."""
+
+    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+        super().__init__(context)
+        self.config = config
+        self.scorer: Scorer
+
+    def load(self) -> None:
+        """The weights that the policy starts from. In float32 with products in `model.dtype`, as the actor holds them, so that equal
+        weights have equal log-probabilities."""
+        torch.set_num_threads(1)
+        config = self.config.model
+        self.scorer = Scorer(
+            load_model(config.model_copy(update={"dtype": "float32"}), seed=self.config.seed),
+            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
+            compute_dtype=getattr(torch, config.dtype),
+            device=self.context.device,
+        )
+
+    @register(dispatch="balanced", reads=REFERENCE_READS, writes=REFERENCE_WRITES)
+    def logprobs(self, batch: Batch, *, temperature: float) -> Batch:
+        """Log-probabilities of every row's response tokens under the reference, and the row's divergence from it."""
+        return reference_columns(batch, self.scorer.logprobs(batch, temperature), self.config.algorithm.kl_kind)
+
+    @register(dispatch="all", mutates=True)
+    def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
+        """Be the policy with these published weights from here on: what came out of the warm start."""
+        self.scorer.load_weights(unpack(manifest, buffer))
+
+    @register(dispatch="rank_zero")
+    def save(self, folder: str) -> None:
+        """Write the weights into an existing folder."""
+        save_file({name: weight.contiguous() for name, weight in self.scorer.named_weights()}, Path(folder) / WEIGHTS_FILE)
+
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str) -> None:
+        """Take up the weights of a checkpoint. Raises what safetensors raises for a file that does not fit."""
+        self.scorer.load_weights(load_file(Path(folder) / WEIGHTS_FILE).items())
