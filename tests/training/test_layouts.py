@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from training_helpers import SMALL, Quiet, contract_problems, only_run, rows, small
+from training_helpers import PPO, SMALL, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
@@ -34,13 +34,21 @@ from rolemesh.training.run import TrainingRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
+ONE = ("backend=local", "pools.main.nodes=[1]")
 LAYOUTS = {
-    "one worker": ("pools.main.nodes=[1]",),
-    "two workers": ("pools.main.nodes=[2]",),
-    "split": (
-        "pools={train: {nodes: [2], cpus: 0.4}, serve: {nodes: [1], cpus: 0.4}}",
-        "roles={actor: {pool: train}, rollout: {pool: serve}, reward: {pool: serve, workers: 2, cpus: 0.2}}",
-    ),
+    "grpo": {
+        "split": (
+            "pools={train: {nodes: [2], cpus: 0.4}, serve: {nodes: [1], cpus: 0.4}}",
+            "roles={actor: {pool: train}, rollout: {pool: serve}, reward: {pool: serve, workers: 2, cpus: 0.2}}",
+        ),
+    },
+    "ppo": {
+        "two workers": ("pools.main.nodes=[2]",),
+        "split": (
+            "pools={a: {nodes: [2], cpus: 0.2}, b: {nodes: [2], cpus: 0.2}, c: {nodes: [1], cpus: 0.2}, d: {nodes: [1], cpus: 0.2}}",
+            "roles={actor: {pool: a}, critic: {pool: b}, ref: {pool: c}, rollout: {pool: d}, reward: {pool: d, workers: 2, cpus: 0.2}}",
+        ),
+    },
 }
 
 
@@ -55,19 +63,25 @@ async def opened(config: Config, backend: Any) -> AsyncIterator[TrainingRun]:
 async def first_step(run: TrainingRun) -> dict[str, Any]:
     await phases.publish(run)
     samples = await phases.generate(run, phases.draw(run))
-    batch = await phases.advantages(run, await phases.score(run, samples))
-    numbers = await run.session.read(batch, ["reward", "advantage", "token_weight", "minibatch"])
-    columns = await run.session.read(batch, ["response_ids", "rollout_logprobs"])
-    gradients = await run.session.groups["actor"].gradients(
-        batch, minibatches=numbers.scalars("minibatch"), temperature=run.config.rollout.temperature
-    )
-    return {"numbers": numbers, "columns": columns, "gradients": gradients[0]}
+    step = await phases.advantages(run, await phases.score(run, samples))
+    read, groups, cut = run.session.read, run.session.groups, {"minibatches": step.numbers.scalars("minibatch")}
+    exact = await read(step.batch, ["response_ids", "rollout_logprobs", "reward", "token_weight", "minibatch"])
+    close = {"advantage": step.numbers.scalars("advantage")}
+    if "critic" in groups:
+        for name in ("values", "ref_logprobs", "advantages", "returns"):
+            close[name] = (await read(step.batch, [name])).sort_by_id().ragged(name)[0]
+        close |= {f"critic {name}": value for name, value in (await groups["critic"].gradients(step.batch, **cut))[0].items()}
+    policy = await groups["actor"].gradients(step.batch, **cut, temperature=run.config.rollout.temperature, terms=step.terms)
+    return {"exact": exact, "close": close, "policy": policy[0]}
 
 
-def test_worker_counts_and_pools_give_the_same_samples_rewards_and_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", LAYOUTS)
+def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algorithm: str) -> None:
+    """Samples and rewards are equal to the bit, values, log-probabilities and gradients to 1e-5 of the largest."""
     settings = ("deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "trainer.prompts_per_step=8")
+    settings += (*PPO, "algorithm.kl_in=reward") if algorithm == "ppo" else ()
     found = {}
-    for name, layout in LAYOUTS.items():
+    for name, layout in {"one process": ONE, **LAYOUTS[algorithm]}.items():
         config = small(tmp_path / name.replace(" ", "-"), *settings, *layout)
         backend = backend_for(config, local_inventory())
 
@@ -76,14 +90,24 @@ def test_worker_counts_and_pools_give_the_same_samples_rewards_and_gradients(tmp
                 return await first_step(run)
 
         found[name] = run_on(backend, main())
-    expected = found.pop("one worker")
-    assert np.ptp(expected["numbers"].scalars("reward")) > 0, "the check needs gradients that are not zero"
+    expected = found.pop("one process")
+    assert np.ptp(expected["exact"].scalars("reward")) > 0, "the check needs gradients that are not zero"
     for name, other in found.items():
-        assert other["columns"].equals(expected["columns"]), f"{name}: other samples or log-probabilities"
-        assert other["numbers"].equals(expected["numbers"]), name
-        for parameter, gradient in expected["gradients"].items():
-            bound = 1e-5 * max(np.abs(gradient).max() for gradient in expected["gradients"].values())
-            assert np.abs(other["gradients"][parameter] - gradient).max() <= bound, (name, parameter)
+        assert other["exact"].equals(expected["exact"]), f"{name}: other samples, log-probabilities or rewards"
+        for column, array in expected["close"].items():
+            assert np.abs(other["close"][column] - array).max() <= 1e-5 * np.abs(array).max(), (name, column)
+        bound = 1e-5 * max(np.abs(gradient).max() for gradient in expected["policy"].values())
+        for parameter, gradient in expected["policy"].items():
+            assert np.abs(other["policy"][parameter] - gradient).max() <= bound, (name, parameter)
+    if algorithm == "ppo":
+        check_side_by_side(only_run(tmp_path / "split"))
+
+
+def check_side_by_side(run: RunDirectory) -> None:
+    """Roles of pools of their own work at the same time, as the trace shows."""
+    calls = {event["name"]: event for event in json.loads(run.trace.read_text())["traceEvents"] if event.get("ph") == "X"}
+    waiting = [calls[name] for name in ("reward.score", "ref.logprobs", "critic.values")]
+    assert max(call["ts"] for call in waiting) < min(call["ts"] + call["dur"] for call in waiting)
 
 
 def length_reward(sample: Any, **options: object) -> float:

@@ -12,6 +12,7 @@ from rolemesh.algorithms import create_actor_critic
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model
+from rolemesh.observe import Metrics
 from rolemesh.roles.dispatch import BY_MINIBATCH, passes
 from rolemesh.runtime import Worker, WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
@@ -85,6 +86,12 @@ class CriticWorker(Worker):
             with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
                 self.engine.update(rows, self.algorithm.value_loss, metrics=self.metrics)
         return self.engine.step
+
+    @register(dispatch=BY_MINIBATCH, reads=critic_reads)
+    def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Gradients of the rows as one mini-batch, summed over ranks, without a step: for checks of equality."""
+        found = self.engine.compute_gradients(batch, self.algorithm.value_loss, metrics=Metrics())
+        return {name: gradient.float().numpy() for name, gradient in found.items()}
 
     @register(dispatch="all", mutates=True)
     def load_backbone(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
