@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolemesh.config.model_files import model_folder
+from rolemesh.config.model_files import model_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_tokenizer, stop_token_ids
 
-TINY = model_folder("tiny")
+TINY = model_files("tiny").folder
 TOOL = Path(__file__).parents[2] / "tools" / "make_tiny_tokenizer.py"
 tiny = load_tokenizer(ModelConfig())
 

@@ -5,7 +5,7 @@ Called by the command line, by sessions and by `plan`. Needs neither torch nor R
 
 from rolemesh.config.checks import check_config
 from rolemesh.config.load import RENAMED, dump_config, load_config, recipe_names
-from rolemesh.config.model_files import BUILTIN_MODELS, ModelFacts, model_folder, read_model_facts
+from rolemesh.config.model_files import BUILTIN_MODELS, ModelFacts, ModelFiles, model_files, read_model_facts
 from rolemesh.config.schema import Config
 
 __all__ = [
@@ -13,10 +13,11 @@ __all__ = [
     "RENAMED",
     "Config",
     "ModelFacts",
+    "ModelFiles",
     "check_config",
     "dump_config",
     "load_config",
-    "model_folder",
+    "model_files",
     "read_model_facts",
     "recipe_names",
 ]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from rolemesh.config.model_files import BUILTIN_MODELS, model_folder
+from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files
+from rolemesh.config.packaged import local_path
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
@@ -58,15 +59,24 @@ def _names(config: Config) -> Iterator[Problem]:
 def _model(config: Config) -> Iterator[Problem]:
     if config.model.path not in BUILTIN_MODELS:
         try:
-            model_folder(config.model.path)
+            check_model_files(config.model.path)
         except ConfigError as error:
             yield from error.problems
-    tokenizer = config.model.tokenizer
-    if tokenizer is not None and tokenizer not in BUILTIN_MODELS and not Path(tokenizer).expanduser().is_dir():
+    if config.model.tokenizer is not None and config.model.tokenizer not in BUILTIN_MODELS:
+        yield from _tokenizer(config.model.tokenizer)
+
+
+def _tokenizer(text: str) -> Iterator[Problem]:
+    try:
+        folder = local_path(text, subject="model.tokenizer")
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if not folder.is_dir():
         yield Problem(
             subject="model.tokenizer",
             need="must be a folder with a tokenizer",
-            free=f"no folder {tokenizer!r}",
+            free=f"no folder {text!r}",
             remedy="Give its path, or model.tokenizer=null to use the model's own",
         )
 
@@ -255,7 +265,7 @@ def _critic(config: Config) -> Iterator[Problem]:
     path = config.algorithm.critic_path
     if path is not None and path not in BUILTIN_MODELS:
         try:
-            model_folder(path)
+            check_model_files(path)
         except ConfigError as error:
             yield from (replace(problem, subject="algorithm.critic_path") for problem in error.problems)
 

@@ -1,4 +1,4 @@
-"""What can be learned of a model from its folder without torch: where it is, and the sizes in its `config.json`.
+"""What can be learned of a model from its files without torch: where they are, and the sizes in `config.json` or the GGUF file.
 
 Used by the plan (memory), by checks and by whoever loads the model.
 """
@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rolemesh.config.gguf_header import GgufHeader, read_gguf_header
+from rolemesh.config.packaged import PACKAGE, local_path
 from rolemesh.errors import ConfigError
 from rolemesh.registry import nearest
 
 BUILTIN_MODELS: Final[dict[str, Path]] = {"tiny": Path(__file__).parent.parent / "models" / "tiny"}
 """Models that rolemesh makes from scratch: name -> folder with `config.json` and tokenizer."""
+
+GGUF: Final = ".gguf"
 
 # Families whose heads are tied when config.json is silent; transformers writes the key whenever it differs from the family's default.
 _TIED_BY_DEFAULT: Final = ("gemma", "gpt2", "gpt_neo", "bloom", "opt", "cohere", "falcon")
@@ -26,7 +30,7 @@ class ModelFacts:
     """Sizes of a decoder-only language model."""
 
     family: str
-    """`model_type` of config.json."""
+    """`model_type` of config.json, or `general.architecture` of a GGUF file."""
     layers: int
     hidden: int
     heads: int
@@ -40,38 +44,96 @@ class ModelFacts:
     """Number of parameters: exact for dense Llama- and Qwen-like models, an estimate for others."""
 
 
-def model_folder(path: str) -> Path:
-    """The folder of `model.path`: a built-in's or the user's. Raises ConfigError when it is missing or has no `config.json`."""
-    folder = BUILTIN_MODELS.get(path) or Path(path).expanduser()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Where a model lies: a folder in Hugging Face format, or one GGUF file in a folder."""
+
+    folder: Path
+    gguf: str | None = None
+    """Name of the GGUF file in `folder`."""
+
+    @property
+    def main(self) -> Path:
+        """The path to name in messages."""
+        return self.folder / self.gguf if self.gguf else self.folder
+
+    @property
+    def for_transformers(self) -> dict[str, str]:
+        """The arguments of `from_pretrained` that say where."""
+        found = {"pretrained_model_name_or_path": str(self.folder)}
+        return found | {"gguf_file": self.gguf} if self.gguf else found
+
+
+def model_files(path: str) -> ModelFiles:
+    """The files of `model.path`: a built-in's or the user's. Raises ConfigError when they are missing or a folder has no `config.json`."""
+    folder = BUILTIN_MODELS.get(path) or local_path(path, subject="model.path")
+    if folder.suffix == GGUF and folder.is_file():
+        return ModelFiles(folder=folder.parent, gguf=folder.name)
     if not folder.is_dir():
-        known = [*BUILTIN_MODELS, *_siblings(folder)]
-        hint = nearest(path, known) or nearest(folder.name, known)
-        found = f"a file {path!r}" if folder.is_file() else f"no folder {path!r}"
-        suggestion = f"Did you mean {hint!r}? " if hint else ""
-        raise ConfigError.one(
-            "model.path",
-            f"must be a Hugging Face folder or a built-in model ({', '.join(BUILTIN_MODELS)})",
-            found,
-            f"{suggestion}Give the folder that holds config.json",
-        )
+        raise _no_model(path, folder)
     if not (folder / "config.json").is_file():
+        inside = sorted(file.name for file in folder.glob(f"*{GGUF}"))
         raise ConfigError.one(
             "model.path",
             "the model folder must hold config.json",
             f"no file {str(folder / 'config.json')!r}",
-            "Give a folder in Hugging Face format",
+            f"Name the file: model.path={path.rstrip('/')}/{inside[0]}" if inside else "Give a folder in Hugging Face format",
         )
-    return folder
+    return ModelFiles(folder=folder)
+
+
+def _no_model(path: str, folder: Path) -> ConfigError:
+    known = [*BUILTIN_MODELS, *_siblings(folder)]
+    hint = nearest(path, known) or nearest(folder.name, known)
+    found = f"a file {path!r}" if folder.is_file() else f"no {'file' if folder.suffix == GGUF else 'folder'} {path!r}"
+    suggestion = f"Did you mean {hint!r}? " if hint else ""
+    return ConfigError.one(
+        "model.path",
+        f"must be a Hugging Face folder, a {GGUF} file (also {PACKAGE}NAME/FILE{GGUF}) or a built-in model ({', '.join(BUILTIN_MODELS)})",
+        found,
+        f"{suggestion}Give the folder that holds config.json",
+    )
 
 
 def _siblings(folder: Path) -> list[str]:
     parent = folder.parent
-    return [str(parent / other.name) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
+    others = parent.iterdir() if parent.is_dir() else ()
+    return [str(parent / other.name) for other in others if other.is_dir() or other.suffix == GGUF]
+
+
+def gguf_header(file: Path) -> GgufHeader:
+    """Metadata of a GGUF file. Raises ConfigError for one that is broken, one of several parts, and one with stretched positions."""
+    try:
+        header = read_gguf_header(file)
+    except (ValueError, OSError) as error:
+        raise ConfigError.one("model.path", f"{file} must be a GGUF file", str(error), "Download or copy the file again") from error
+    if int(header.values.get("split.count") or 1) > 1:
+        parts = f"part {header.values.get('split.no', 0) + 1} of {header.values['split.count']}"
+        raise ConfigError.one("model.path", f"{file} must hold the whole model", parts, "Merge the parts with `llama-gguf-split --merge`")
+    # transformers does not read these for most architectures, and would compute another function without a word
+    if header.size("rope.scaling.type") not in (None, "none") or "rope_freqs.weight" in header.tensors:
+        raise ConfigError.one(
+            "model.path",
+            f"{file} must have plain rotary positions: scaled ones are not read from GGUF files",
+            str(header.size("rope.scaling.type") or "rope_freqs.weight"),
+            "Use the model's folder in Hugging Face format",
+        )
+    return header
+
+
+def check_model_files(path: str) -> None:
+    """Raise ConfigError when there is no model at `path`, or one in a GGUF file that cannot be used. Reads no weights."""
+    files = model_files(path)
+    if files.gguf:
+        gguf_header(files.main)
 
 
 def read_model_facts(path: str | Path) -> ModelFacts:
-    """Sizes from `config.json` of a built-in model or a folder. Raises ConfigError naming the file and what it lacks."""
-    file = model_folder(str(path)) / "config.json"
+    """Sizes of a built-in model, a folder (from `config.json`) or a GGUF file. Raises ConfigError naming the file and what it lacks."""
+    files = model_files(str(path))
+    if files.gguf:
+        return _gguf_facts(gguf_header(files.main), files.main)
+    file = files.folder / "config.json"
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -81,6 +143,25 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     # Models with several modalities keep the sizes of the language model in a section of their own.
     text = data.get("text_config")
     return _facts(text if isinstance(text, dict) else data, file)
+
+
+def _gguf_facts(header: GgufHeader, file: Path) -> ModelFacts:
+    """Sizes under the names of llama.cpp. The parameters are counted from the table of tensors, so exactly."""
+    keys = ("block_count", "embedding_length", "attention.head_count")
+    layers, hidden, heads = (_size({key: header.size(key)}, file, key) for key in keys)
+    vocab = header.size("vocab_size") or header.values.get("tokenizer.ggml.tokens")
+    return ModelFacts(
+        family=header.family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(header.size("attention.head_count_kv") or heads),
+        head_dim=int(header.size("attention.key_length") or hidden // heads),
+        intermediate=int(header.size("feed_forward_length") or 4 * hidden),
+        vocab=_size({"vocab_size": vocab}, file, "vocab_size"),
+        tied="output.weight" not in header.tensors,
+        parameters=sum(header.tensors.values()),
+    )
 
 
 def _facts(data: Mapping[str, Any], file: Path) -> ModelFacts:

@@ -28,9 +28,10 @@ class ModelConfig(Section):
     """The policy model."""
 
     path: str = "tiny"
-    """A Hugging Face folder, or the name of a built-in tiny model (`tiny`), which is made from scratch."""
+    """A Hugging Face folder, a `.gguf` file, either of them inside an installed package (`package:NAME/FILE.gguf`), or the name of a
+    built-in tiny model (`tiny`), which is made from scratch."""
     tokenizer: str | None = None
-    """Tokenizer folder; the model's own folder when not set."""
+    """Tokenizer folder; the model's own files when not set."""
     pad_token: str | None = None
     """Padding token, for a tokenizer that declares none; must be in its vocabulary (its end token will do)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -97,7 +98,7 @@ class AlgorithmConfig(Section):
     value_clip: PositiveFloat | None = 0.2
     """How far a value may move in a step before its gain no longer counts (`ppo`); no limit when not set."""
     critic_path: str | None = None
-    """Model that the critic starts from: a language model, or a classifier with one label; `model.path` when not set."""
+    """Model that the critic starts from, as in `model.path`: a language model, or a classifier with one label; `model.path` when not set."""
     critic_learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of the critic; its warm-up, schedule and the rest are those of `trainer`."""
     critic_warmup: NotNegative = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rolemesh.config.model_files import BUILTIN_MODELS, model_folder
+from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
 
@@ -24,11 +26,9 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's own config with every kind of dropout set to 0, so that training and rollout compute the same function."""
-    folder = model_folder(model.path)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
-    except LOAD_ERRORS as error:
-        raise _unusable(folder, error) from error
+    files = model_files(model.path)
+    config = _gguf_config(files, files.main.stat().st_mtime_ns) if files.gguf else _read_config(files, model.trust_remote_code)
+    config = copy.deepcopy(config)
     for key, value in config.to_dict().items():
         # attention_dropout, resid_pdrop, layerdrop ...: a rate under any of the names in use
         if "drop" in key and isinstance(value, float) and value != 0.0:
@@ -36,11 +36,26 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
     return config
 
 
+def _read_config(files: ModelFiles, trust_remote_code: bool = False) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(**files.for_transformers, local_files_only=True, trust_remote_code=trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise _unusable(files, error) from error
+
+
+@lru_cache(maxsize=4)
+def _gguf_config(files: ModelFiles, changed: int) -> PreTrainedConfig:
+    """Reading one takes seconds, as the whole vocabulary is read with it. `changed` is the time of the file's last change, in ns."""
+    gguf_header(files.main)  # refuses what transformers would misread
+    return _read_config(files)
+
+
 def load_model(model: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> PreTrainedModel:
     """A causal language model in eval mode, without dropout in any mode, in `model.dtype` on `device`.
 
     A built-in model gets its weights from `seed` alone: they are the same in every process, and the caller's random state is left as
-    it was. A folder gives its own weights, from safetensors files only. Raises ConfigError when files are missing, unreadable, of
+    it was. A folder gives its own weights, from safetensors files only; a GGUF file gives its weights unpacked, and the model is then
+    like any other, to be trained and saved. Raises ConfigError when files are missing, unreadable, of
     another kind, or do not hold every weight of the model.
     """
     config = load_config(model)
@@ -60,23 +75,41 @@ def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    folder = model_folder(model.path)
-    _check_weight_files(folder)
+    files = model_files(model.path)
+    if not files.gguf:
+        _check_weight_files(files.folder)
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
-            folder,
+            **files.for_transformers,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",
-            use_safetensors=True,
+            use_safetensors=None if files.gguf else True,
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
         )
     except LOAD_ERRORS as error:
-        raise _unusable(folder, error) from error
-    _check_complete(folder, info)
-    return loaded
+        raise _unusable(files, error) from error
+    _check_complete(files, info)
+    return _unpacked(loaded, config, files) if files.gguf else loaded
+
+
+def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFiles) -> PreTrainedModel:
+    """A plain model with the weights of one that was read from a GGUF file, which refuses to be saved."""
+    packed = [name for name, weight in loaded.named_parameters() if not weight.is_floating_point()]
+    if packed:
+        found = f"{len(packed)} weights in blocks: {_some(packed)}"
+        raise ConfigError.one("model.path", f"{files.main} must be unpacked to be trained", found, "Use the model in Hugging Face format")
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype, attn_implementation="sdpa")
+    for name, module in plain.named_modules():  # what no weight file holds, such as the frequencies of rotary positions
+        for key, value in module._buffers.items():
+            if value is not None:
+                module._buffers[key] = loaded.get_submodule(name)._buffers[key]
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    return plain
 
 
 def _check_weight_files(folder: Path) -> None:
@@ -98,27 +131,30 @@ def _check_weight_files(folder: Path) -> None:
         )
 
 
-def _check_complete(folder: Path, info: dict[str, Any]) -> None:
+def _check_complete(files: ModelFiles, info: dict[str, Any]) -> None:
     """Weights that the files lack would be random, silently; weights that the model does not use are only reported."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError.one(
             "model.path",
-            f"the weight files of {folder} must hold every weight of the model",
+            f"the weight files of {files.main} must hold every weight of the model",
             f"{len(missing)} missing: {_some(missing)}",
-            "config.json and the weight files do not belong together, or the folder is incomplete",
+            "Sizes and weights do not belong together, or the files are incomplete",
         )
     unused = sorted(info["unexpected_keys"])
     if unused:
-        logger.warning("%s: %d weights have no place in the model and are left out: %s", folder, len(unused), _some(unused))
+        logger.warning("%s: %d weights have no place in the model and are left out: %s", files.main, len(unused), _some(unused))
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
-def _unusable(folder: Path, error: BaseException) -> ConfigError:
+def _unusable(files: ModelFiles, error: BaseException) -> ConfigError:
     remedy = "If you trust its author, set model.trust_remote_code=true" if "trust_remote_code" in str(error) else ""
     return ConfigError.one(
-        "model.path", f"{folder} must be a causal language model that transformers can load", f"{type(error).__name__}: {error}", remedy
+        "model.path",
+        f"{files.main} must be a causal language model that transformers can load",
+        f"{type(error).__name__}: {error}",
+        remedy,
     )

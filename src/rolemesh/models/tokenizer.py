@@ -2,62 +2,90 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rolemesh.config.model_files import model_folder
+from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files
+from rolemesh.config.packaged import local_path
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.models.load import LOAD_ERRORS, load_config
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, or else of `model.path`, with an end and a padding token.
+    """The tokenizer of `model.tokenizer`, or else of `model.path` (also one in a GGUF file), with an end and a padding token.
 
     No token is ever guessed: where the tokenizer declares no padding token, `model.pad_token` names one. Raises ConfigError when the
     folder cannot be loaded, when there is no end or padding token, or when ids would lie outside the model's embedding.
     """
     subject = "model.path" if model.tokenizer is None else "model.tokenizer"
-    folder = model_folder(model.path) if model.tokenizer is None else _tokenizer_folder(model.tokenizer)
+    files = model_files(model.path) if model.tokenizer is None else _tokenizer_folder(model.tokenizer)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
+        tokenizer = _read(files, model.trust_remote_code)
     except LOAD_ERRORS as error:
         raise ConfigError.one(
             subject,
-            f"{folder} must hold a tokenizer that transformers can load",
+            f"{files.main} must hold a tokenizer that transformers can load",
             f"{type(error).__name__}: {error}",
             "Set model.tokenizer to a folder with tokenizer.json and tokenizer_config.json",
         ) from error
-    problems = [*_pad_problems(tokenizer, model, folder), *_eos_problems(tokenizer, folder, subject)]
-    problems += _size_problems(tokenizer, model, folder, subject)
+    problems = [*_pad_problems(tokenizer, model, files.main), *_eos_problems(tokenizer, files.main, subject)]
+    problems += _size_problems(tokenizer, model, files.main, subject)
     if problems:
         raise ConfigError(problems=problems)
     return tokenizer
 
 
+def _read(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if files.gguf:
+        return copy.deepcopy(_gguf_tokenizer(files, files.main.stat().st_mtime_ns))
+    return AutoTokenizer.from_pretrained(files.folder, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+@lru_cache(maxsize=4)
+def _gguf_tokenizer(files: ModelFiles, changed: int) -> PreTrainedTokenizerBase:
+    """Reading one takes seconds, and every checkpoint wants it. `changed` is the time of the file's last change, in ns."""
+    return AutoTokenizer.from_pretrained(**files.for_transformers, local_files_only=True)
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:
-    """Ids that end an answer, in rising order: the tokenizer's end token and those of config.json and generation_config.json.
+    """Ids that end an answer, in rising order: the tokenizer's end token and those that the model's files declare.
 
     Chat models often end a turn with another token than a text, and name it in one of these places only.
     """
-    folder = model_folder(model.path)
-    stops = {tokenizer.eos_token_id}
-    for name in ("config.json", "generation_config.json"):
-        file = folder / name
-        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        stops.update(declared if isinstance(declared, list) else [declared])
+    files = model_files(model.path)
+    declared = _declared_in_gguf(files) if files.gguf else _declared_in_json(files.folder)
+    stops = {tokenizer.eos_token_id, *declared}
     return tuple(sorted(stop for stop in stops if stop is not None))
 
 
-def _tokenizer_folder(path: str) -> Path:
+def _declared_in_json(folder: Path) -> list[Any]:
+    found: list[Any] = []
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found += declared if isinstance(declared, list) else [declared]
+    return found
+
+
+def _declared_in_gguf(files: ModelFiles) -> list[Any]:
+    """The ends of a text, of a turn and of a message."""
+    values = gguf_header(files.main).values
+    return [values.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+
+
+def _tokenizer_folder(path: str) -> ModelFiles:
     """The user's folder; it need not hold a model."""
-    folder = Path(path).expanduser()
+    folder = BUILTIN_MODELS.get(path) or local_path(path, subject="model.tokenizer")
     if not folder.is_dir():
         found = f"{path!r}, which " + ("is a file" if folder.is_file() else "does not exist")
         raise ConfigError.one("model.tokenizer", "must be a folder on this machine", found, "Tokenizers are never downloaded")
-    return folder
+    return ModelFiles(folder=folder)
 
 
 def _pad_problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path) -> list[Problem]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from rolemesh.config.model_files import model_folder
+from rolemesh.config.model_files import model_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.engines.train.forward import last_hidden, probe_tokens
 from rolemesh.engines.train.weights import copy_weights
@@ -89,7 +89,7 @@ def load_value_model(model: ModelConfig, *, path: str | None, seed: int) -> Valu
 def _read_classifier(model: ModelConfig) -> nn.Module:
     """Raises ValueError when the folder does not hold every weight, which would then be random."""
     loaded, info = AutoModelForSequenceClassification.from_pretrained(
-        model_folder(model.path),
+        model_files(model.path).folder,  # a GGUF file never says that it is a classifier
         config=load_config(model),
         dtype=torch.float32,
         attn_implementation="sdpa",
