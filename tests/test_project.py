@@ -60,9 +60,20 @@ def test_reference_pages_are_those_of_the_code():
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == pages.keys()
 
 
+OTHER_MODELS = {"gsm8k", "smollm2"}
+"""Recipes whose model does not come along."""
+
+
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_recipes_load_and_fit_together(recipe):
-    assert check_config(load_config(recipe)) == []
+    assert check_config(load_config(recipe, ["model.path=tiny"] if recipe in OTHER_MODELS else [])) == []
+
+
+def test_the_split_demo_differs_from_that_of_ppo_in_its_pools_alone():
+    together, split = (load_config(name).model_dump() for name in ("demo-ppo", "demo-split"))
+    assert {key for key in together if together[key] != split[key]} == {"name", "pools", "roles"}
+    pools = [role["pool"] for role in split["roles"].values()]
+    assert len(set(pools)) == len(pools) == 5
 
 
 def test_versions_that_are_tested_satisfy_what_is_asked_for():

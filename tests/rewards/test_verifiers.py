@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import reasoning_gym as gym
 
-from rolemesh.config.schema import DataConfig
+from rolemesh.config.schema import DataConfig, RewardConfig
 from rolemesh.data import open_source
+from rolemesh.errors import ConfigError
 from rolemesh.protocols.task import dump_task, load_task
-from rolemesh.rewards import REWARDS
+from rolemesh.rewards import REWARDS, check_rewards
 from rolemesh.rewards.final_answer import final_answer, reference_answer
 
 GSM8K = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "test.jsonl"
-exact, math_verify, reasoning_gym = REWARDS["exact"], REWARDS["math_verify"], REWARDS["reasoning_gym"]
+exact, regex, math_verify, reasoning_gym = (REWARDS[name] for name in ("exact", "regex", "math_verify", "reasoning_gym"))
 
 
 # exact
@@ -33,6 +34,41 @@ exact, math_verify, reasoning_gym = REWARDS["exact"], REWARDS["math_verify"], RE
 )
 def test_exact(sample, response, answer, options, score):
     assert exact(sample(response, answer), **options) == score
+
+
+# regex
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "score"),
+    [
+        (r"^\s*(\d+)", " 12\n3 + 4", 1.0),
+        (r"^\s*(\d+)", " 13\n12", 0.0),
+        (r"(\d+)", "not 13 but 12", 0.0),  # the first match counts
+        (r"answer: *(\d+)", "13, so the answer:  12.", 1.0),
+        (r"(\d+)", "twelve", 0.0),
+        (r"^(?:so )?(\d+)?$", "so ", 0.0),
+        (r"<think>.*</think>", "<think>12</think>", 1.0),  # no group: the form alone
+        (r"<think>.*</think>", "12", 0.0),
+    ],
+)
+def test_regex(sample, pattern, response, score):
+    assert regex(sample(response, "12"), pattern=pattern) == score
+
+
+def test_regex_takes_case_as_exact_does_and_needs_no_answer_for_a_form(sample):
+    assert regex(sample("The city: PARIS", "Paris"), pattern="city: (.*)") == 0.0
+    assert regex(sample("The City: PARIS", "Paris"), pattern="city: (.*)", ignore_case=True) == 1.0
+    assert regex(sample("ab", None), pattern="b") == 1.0
+    with pytest.raises(ValueError, match="no reference answer"):
+        regex(sample("ab", None), pattern="(b)")
+
+
+@pytest.mark.parametrize(("pattern", "text"), [("(", "is no regular expression: missing"), ("(a)(b)", r"has 2 groups; one says")])
+def test_a_pattern_that_cannot_be_used_is_refused_at_the_start(pattern, text):
+    with pytest.raises(ConfigError, match=rf"reward\.0\.options: regex must be able to use them.*{text}"):
+        check_rewards([RewardConfig(name="regex", options={"pattern": pattern})])
+    check_rewards([RewardConfig(name="regex", options={"pattern": "(a)"})])
 
 
 @pytest.mark.parametrize("verifier", [exact, math_verify])

@@ -39,6 +39,14 @@ def varied(sample: Any, **options: object) -> float:
     return float(sum(map(ord, sample.response)) % 7)
 
 
+def one(sample: object, **options: object) -> float:
+    return 1.0
+
+
+def one_with_extras(sample: object, **options: object) -> tuple[float, dict[str, object]]:
+    return 1.0, {"format": 0.5, "note": "fine"}
+
+
 class LossOfNothing(Grpo):
     """A loss that is not a number, as a bug in an own algorithm would give."""
 
@@ -226,6 +234,24 @@ def test_E10_a_failed_score_is_masked_and_counted(tmp_path: Path) -> None:
     assert row["reward/failed"] == 4
     assert row["reward/mean"] == pytest.approx(1 / 3)
     assert row["reward/status/error"] == 4
+
+
+def test_F16_lengths_are_those_of_all_answers_masked_ones_too(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "reward=[{name: 'test_loop:sometimes_failing'}]", "trainer.steps=1")
+    (row,) = [row for row in rows(run) if "reward/mean" in row]
+    table = pq.read_table(next(run.samples.glob("*.parquet")))
+    lengths = table["response_length"].to_numpy()
+    assert row["samples/masked"] == 4
+    assert (row["response_length/min"], row["response_length/max"]) == (lengths.min(), lengths.max())
+    assert row["response_length/mean"] == pytest.approx(lengths.mean())
+    assert lengths.min() > 0
+
+
+@pytest.mark.parametrize("reward", ["one", "one_with_extras"])
+def test_H12_scores_with_and_without_extras_are_evaluated_alike(tmp_path: Path, reward: str) -> None:
+    run, _ = train(tmp_path, f"reward=[{{name: 'test_loop:{reward}'}}]", "trainer.steps=1")
+    evaluations = [row for row in rows(run) if "eval/accuracy" in row]
+    assert [(row["eval/accuracy"], row["eval/reward_mean"], row["eval/failed"]) for row in evaluations] == [(1.0, 1.0, 0.0)] * 2
 
 
 def test_C13_a_step_without_spread_follows_the_policy(tmp_path: Path) -> None:

@@ -95,7 +95,11 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _source(subject: str, text: str) -> Iterator[Problem]:
-    path = Path(text).expanduser()
+    try:
+        path = local_path(text, subject=subject)
+    except ConfigError as error:
+        yield from error.problems
+        return
     scheme = _SCHEME.match(text)
     if scheme and not path.exists():
         yield from _task(subject, scheme[1], scheme[2])

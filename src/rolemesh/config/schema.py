@@ -98,7 +98,8 @@ class AlgorithmConfig(Section):
     value_clip: PositiveFloat | None = 0.2
     """How far a value may move in a step before its gain no longer counts (`ppo`); no limit when not set."""
     critic_path: str | None = None
-    """Model that the critic starts from, as in `model.path`: a language model, or a classifier with one label; `model.path` when not set."""
+    """Model that the critic starts from, in a form of `model.path`: a language model, or a classifier with one label; `model.path` when not
+    set."""
     critic_learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of the critic; its warm-up, schedule and the rest are those of `trainer`."""
     critic_warmup: NotNegative = 0
@@ -136,7 +137,7 @@ class RewardConfig(Section):
     """One reward function; the rewards of a list are summed by weight."""
 
     name: str = "reasoning_gym"
-    """Verifier by name (`exact`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`)."""
+    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`)."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     threshold: float | None = None

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
+from rolemesh.config.packaged import local_path
 from rolemesh.config.schema import DataConfig
 from rolemesh.errors import ConfigError
 
@@ -76,7 +76,7 @@ def open_source(text: str, config: DataConfig, *, subject: str, size: int, seed:
         return GeneratedSource(text.removeprefix(GENERATED), options=config.options, size=size, seed=seed, subject=subject)
     from rolemesh.data.files import FileSource
 
-    path = Path(text).expanduser()
+    path = local_path(text, subject=subject)
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError.one(subject, f"must be a .jsonl or .parquet file, or a task like {GENERATED}chain_sum", repr(text))
     return FileSource(path, prompt_key=config.prompt_key, answer_key=config.answer_key, subject=subject)

@@ -7,6 +7,12 @@ from typing import Final
 
 from rolemesh.rewards.exact import exact
 from rolemesh.rewards.maths import math_verify
+from rolemesh.rewards.pattern import regex
 from rolemesh.rewards.reasoning import reasoning_gym
 
-REWARDS: Final[dict[str, Callable[..., float | None]]] = {"exact": exact, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
+REWARDS: Final[dict[str, Callable[..., float | None]]] = {
+    "exact": exact,
+    "regex": regex,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+}

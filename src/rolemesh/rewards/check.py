@@ -10,7 +10,7 @@ from rolemesh.config.schema import RewardConfig
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.registry import nearest, resolve
 from rolemesh.rewards.builtin import REWARDS
-from rolemesh.rewards.declare import declared_needs, declared_sources
+from rolemesh.rewards.declare import declared_check, declared_needs, declared_sources
 
 Sources: TypeAlias = Mapping[str, Mapping[str, int]]
 """By data source: number of `rows`, and how many have an `answer` and each `task.KEY` (a missing key means none)."""
@@ -46,6 +46,11 @@ def _call_problems(number: int, config: RewardConfig, function: Any) -> Iterator
         yield Problem(
             subject=f"reward.{number}.options", need=f"{config.name}{signature} must take a sample and them", free=str(error), remedy=remedy
         )
+        return
+    try:
+        declared_check(function)(**config.options)
+    except ValueError as error:
+        yield Problem(subject=f"reward.{number}.options", need=f"{config.name} must be able to use them", free=str(error))
 
 
 def _source_problems(number: int, config: RewardConfig, function: Any, sources: Sources) -> Iterator[Problem]:
