@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ from rolemesh.training.run import Progress, TrainingRun
 from rolemesh.training.session import Session, python_path
 
 T = TypeVar("T")
+Loop = Callable[[TrainingRun], Awaitable[None]]
+"""Takes a run that stands ready to its end; `loop.train` is the usual one."""
 STATUS_SECONDS = 1.0
 
 
@@ -77,16 +79,16 @@ class Checkpoint:
     """Options that differ from those the run was started with."""
 
 
-def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None) -> dict[str, Any]:
-    """Train to the end and return the summary. Raises what the run raises, and KeyboardInterrupt after an interrupt (the state of all
-    complete steps is saved then); whatever was started is freed before. A run that is to be resumed is not touched before everything
-    about it was checked."""
+def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None, loop: Loop = train) -> dict[str, Any]:
+    """Train to the end, by a loop of your own if you give one, and return the summary. Raises what the run raises, and KeyboardInterrupt
+    after an interrupt (the state of all complete steps is saved then); whatever was started is freed before. A run that is to be resumed
+    is not touched before everything about it was checked."""
     inventory = local_inventory()
     prepared = prepare(config, inventory, warm_start=resume is None)
     checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
     directory = resume or RunDirectory.create(config.runs_dir, config.name)
     backend = backend_for(config, inventory)
-    summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint))
+    summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint, loop))
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt
     return summary
@@ -107,7 +109,7 @@ def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
 
 
 async def _train(
-    prepared: Prepared, directory: RunDirectory, backend: Backend, display: Display, checkpoint: Checkpoint | None
+    prepared: Prepared, directory: RunDirectory, backend: Backend, display: Display, checkpoint: Checkpoint | None, loop: Loop
 ) -> dict[str, Any]:
     began = time.time()
     async with open_run(prepared, directory, backend, display, checkpoint=checkpoint) as run:
@@ -116,7 +118,7 @@ async def _train(
         for report in (run.prompts.report, run.eval_set.report):
             run.recorder.display.note(str(report))
         try:
-            await train(run)
+            await loop(run)
         except RunStopped:
             run.prompts.load_state(run.cursor)  # the step that was given up is drawn again after a resume
             await phases.save(run)
