@@ -168,6 +168,8 @@ def forbidden_calls(root: Path) -> list[str]:
             where = f"{file}:{node.lineno}: {called}"
             if called in ("ray.get", "ray.wait") and keywords.get("timeout", "None") == "None":
                 wrong.append(f"{where} without a timeout")
+            if called == "asyncio.wait_for":
+                wrong.append(f"{where} forgets a cancellation in Python 3.11; use asyncio.timeout")
             if called == "ray.put" and file != "runtime/ray/backend.py":
                 wrong.append(f"{where}: what a worker puts dies with it; return it instead")
             if called in ("eval", "exec", "pickle.load", "pickle.loads", "yaml.unsafe_load", "os.system"):
@@ -309,6 +311,7 @@ def test_away_from_home_finds(plant, file, text, count):
         ("runtime/ray/a.py", "ray.get(x)", 1),
         ("runtime/ray/a.py", "ray.wait([x], timeout=None)", 1),
         ("runtime/ray/a.py", "ray.get(x, timeout=5)", 0),
+        ("runtime/a.py", "asyncio.wait_for(x, 5)", 1),
         ("runtime/ray/host.py", "ray.put(x)", 1),
         ("runtime/ray/backend.py", "ray.put(x)", 0),
         ("rewards/a.py", "eval(text)", 1),

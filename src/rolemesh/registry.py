@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rolemesh.errors import ConfigError
@@ -36,7 +37,31 @@ def load(path: str, *, subject: str) -> Any:
             f"{type(error).__name__}: {error}",
             "Write it as package.module:attribute and make sure the package is installed or on PYTHONPATH",
         ) from error
+    except (Exception, SystemExit) as error:  # the module is foreign code, and runs as it is imported
+        raise ConfigError.one(
+            subject,
+            f"importing {module_name!r} must not fail",
+            f"{type(error).__name__}: {error}",
+            f"Mend the module; `python -c 'import {module_name}'` shows where it fails",
+        ) from error
     return found
+
+
+def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, subject: str, name: str, called: str) -> None:
+    """Raise ConfigError unless `function` (the config's `name`) can be called with these arguments; `called` shows how it is called.
+
+    Nothing is called here. Some callables of other languages do not say what they take; those pass.
+    """
+    if not callable(function):
+        raise ConfigError.one(subject, f"{name} must be something to call: {called}", f"a {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError.one(subject, f"{name}{signature} is called as {called}", str(error), "Change what it takes") from error
 
 
 def resolve(name: str, builtins: Mapping[str, Any], *, subject: str) -> Any:

@@ -188,8 +188,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     kept = {path: path.read_text() for path in (run.config, run.plan, run.summary, run.metrics)}
     with pytest.raises(ConfigError, match="seed"):
         train(tmp_path, "trainer.steps=2", "seed=7", resume=run)
-    run.write_status(run.read_status() | {"state": "running", "pid": os.getpid()})
-    with pytest.raises(ConfigError, match="must not be running"):
+    with run.held(), pytest.raises(ConfigError, match="must not be running"):
         train(tmp_path, "trainer.steps=2", resume=run)
     assert {path: path.read_text() for path in kept} == kept
 

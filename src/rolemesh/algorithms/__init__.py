@@ -31,9 +31,22 @@ ALGORITHMS: Final[dict[str, AlgorithmFactory]] = {"grpo": Grpo, "ppo": Ppo}
 
 
 def create_algorithm(config: Config) -> Algorithm:
-    """The algorithm that `config.algorithm.name` names, built in or by import path. Raises ConfigError for an unknown name."""
-    factory: AlgorithmFactory = resolve(config.algorithm.name, ALGORITHMS, subject="algorithm.name")
-    return factory(config.algorithm, minibatches=config.trainer.minibatches)
+    """The algorithm that `config.algorithm.name` names, built in or by import path. Raises ConfigError when there is none of this name,
+    or it cannot be made."""
+    name = config.algorithm.name
+    factory: AlgorithmFactory = resolve(name, ALGORITHMS, subject="algorithm.name")
+    try:
+        made = factory(config.algorithm, minibatches=config.trainer.minibatches)
+    except ConfigError:
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.one("algorithm.name", f"{name}(config, minibatches=...) must make an algorithm", found, "Mend it") from error
+    lacking = [part for part in ("reads", "prepare", "has_signal", "loss") if not hasattr(made, part)]
+    if lacking:
+        remedy = "See rolemesh.protocols.algorithm.Algorithm, or derive it from rolemesh.algorithms.Grpo"
+        raise ConfigError.one("algorithm.name", f"{name} must make an algorithm", f"one without {', '.join(lacking)}", remedy)
+    return made
 
 
 def create_actor_critic(config: Config) -> ActorCritic:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from rolemesh.cli.options import recipe_and_overrides
 from rolemesh.config import check_config, load_config
 from rolemesh.errors import ConfigError, ResourceError
 from rolemesh.observe import find_run
+from rolemesh.observe.run_dir import ACTIVE
 from rolemesh.plan import build_plan, local_inventory, parse_nodes, plan_json, render_plan
 
 REWARD_EXAMPLE = '''"""A reward of your own: name it in the recipe as `rewards:score`."""
@@ -49,7 +50,7 @@ def status(run: str | None, runs_dir: Path, *, as_json: bool) -> None:
     """Print what a run said last of itself."""
     directory = find_run(runs_dir, run)
     found: dict[str, Any] = {"run": directory.name, "state": "unknown", "step": 0, "workers": []} | directory.read_status()
-    if found["state"] == "running" and not psutil.pid_exists(int(found["pid"])):
+    if found["state"] in ACTIVE and not directory.is_running():
         found |= {"state": "dead", "workers": []}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -78,8 +79,13 @@ def init(folder: Path) -> None:
     present = [name for name in files if (folder / name).exists()]
     if present:
         raise ConfigError.one("init", f"{folder} must not hold {' or '.join(files)} yet", ", ".join(present), "Name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.one("init", f"it must be possible to write into {str(folder)!r}", found, "Name another folder") from error
     typer.echo(f"Wrote {folder / 'recipe.yaml'} and {folder / 'rewards.py'}.")
-    typer.echo(f"Try: cd {folder}; rolemesh plan recipe.yaml; rolemesh train recipe.yaml 'reward=[{{name: \"rewards:score\"}}]'")
+    typer.echo(f"Try: cd {shlex.quote(str(folder))}; rolemesh plan recipe.yaml")
+    typer.echo("Then: rolemesh train recipe.yaml 'reward=[{name: \"rewards:score\"}]'")

@@ -74,12 +74,19 @@ def evaluate(
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; standard input, a prompt a line, when none are given.")] = None,
     run: Annotated[str | None, typer.Option(help="Answer with the newest checkpoint of this run (default: the newest run).")] = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Answer prompts with a trained model, in this process."""
-    lines = prompts if prompts else [line.rstrip("\n") for line in sys.stdin]
-    running.generate(lines, run, temperature, runs_dir)
+    running.generate(prompts or _lines(), run, temperature, runs_dir)
+
+
+def _lines() -> list[str]:
+    """Standard input, a prompt a line."""
+    try:
+        return sys.stdin.read().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError.one("prompts", "standard input must be UTF-8 text", str(error)) from error
 
 
 @app.command()
@@ -120,9 +127,10 @@ def main() -> None:
     except RolemeshError as error:
         errors.print(f"[red]✗[/red] {_plain(str(error))}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer turns KeyboardInterrupt into this
+            errors.print("interrupted")
+        raise
     except Exception:  # noqa: BLE001 - the end of the process: an error that is not ours keeps its trace, and the contract its exit code
         traceback.print_exc()
         sys.exit(RolemeshError.exit_code)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import typer
 
-from rolemesh.cli.options import recipe_and_overrides
+from rolemesh.cli.options import overrides_only, recipe_and_overrides
 from rolemesh.config import load_config
 from rolemesh.errors import ConfigError
 from rolemesh.observe import RunDirectory, find_run
 from rolemesh.observe.console import TrainingDisplay
+from rolemesh.training.checkpoint import newest
 
 
 def _prepare_process() -> None:
@@ -32,7 +33,7 @@ def train(arguments: list[str], resume: str | None, runs_dir: Path) -> None:
         config = load_config(*recipe_and_overrides(arguments))
     else:
         directory = find_run(runs_dir, resume)
-        config = load_config(str(directory.config), arguments)
+        config = load_config(directory.config, overrides_only(arguments, "--resume"))
     _prepare_process()
     from rolemesh.training.launch import run_training
 
@@ -57,7 +58,7 @@ def evaluate(arguments: list[str], run: str | None, runs_dir: Path, *, as_json: 
         config = load_config(*recipe_and_overrides(arguments))
     else:
         directory = find_run(runs_dir, run)
-        config = load_config(str(directory.config), [f"model.path={_model_of(directory)}", *arguments])
+        config = load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
     _prepare_process()
     from rolemesh.training.tasks import run_evaluation
 
@@ -72,7 +73,7 @@ def evaluate(arguments: list[str], run: str | None, runs_dir: Path, *, as_json: 
 def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: Path) -> None:
     """See `rolemesh generate --help`."""
     directory = find_run(runs_dir, run)
-    config = load_config(str(directory.config), [f"model.path={_model_of(directory)}", "backend=local"])
+    config = load_config(directory.config, [_model_of(directory), "backend=local"])
     _prepare_process()
     from rolemesh.training.tasks import run_generation
 
@@ -80,9 +81,7 @@ def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: 
         typer.echo(answer)
 
 
-def _model_of(directory: RunDirectory) -> Path:
-    """The model folder of the newest checkpoint."""
-    found = sorted(directory.checkpoints.glob("step-*/state.json"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
-    if not found:
-        raise ConfigError.one("run", "it must have a complete checkpoint", f"none in {directory.checkpoints}")
-    return (found[-1].parent / "model").resolve()
+def _model_of(directory: RunDirectory) -> str:
+    """The override that takes the model of the newest checkpoint, by itself complete. Raises ConfigError when there is none."""
+    folder, _ = newest(directory, "run")
+    return f"model.path={json.dumps(str((folder / 'model').resolve()))}"

@@ -5,6 +5,7 @@ Called by the command line and by sessions after `load_config`. What depends on 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Final
 from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files
 from rolemesh.config.packaged import local_path
 from rolemesh.config.schema import Config
+from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.registry import is_import_path, nearest
@@ -22,7 +24,11 @@ REQUIRED_ROLES: Final = (ACTOR, ROLLOUT, REWARD)
 DATA_SUFFIXES: Final = (".parquet", ".jsonl")
 REASONING_GYM: Final = "reasoning_gym"
 
-_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
+LONGEST_NAME: Final = 64
+"""Characters of a name; with the id of the run behind it, it has to fit into the name of a folder."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 _SCHEME = re.compile(r"^([A-Za-z_][A-Za-z0-9_-]*):(.*)$")
 
 
@@ -34,8 +40,9 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     the form of those names is checked.
     """
     problems = [*_names(config), *_model(config), *_data(config), *_code(config, builtins or {}), *_pools(config), *_roles(config)]
+    problems += _reward(config)
     if training:
-        problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_reward(config)]
+        problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
     return problems
 
 
@@ -44,14 +51,27 @@ def _did_you_mean(name: str, known: Collection[str]) -> str:
     return f"Did you mean {hint!r}? " if hint else ""
 
 
+def _runs_dir(config: Config) -> Iterator[Problem]:
+    folder = config.runs_dir.expanduser()
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    found = f"{there} is a file" if not there.is_dir() else f"no permission for {there}"
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield Problem(
+            subject="runs_dir",
+            need="it must be possible to make folders in it",
+            free=found,
+            remedy=f"Set runs_dir to another folder; relative ones are in the folder where the command runs ({Path.cwd()})",
+        )
+
+
 def _names(config: Config) -> Iterator[Problem]:
     for kind, names in (("name", [config.name]), ("roles", list(config.roles)), ("pools", list(config.pools))):
         for name in names:
-            if not _NAME.match(name):
+            if not _NAME.match(name) or len(name) > LONGEST_NAME:
                 yield Problem(
                     subject=kind,
-                    need="names must start with a letter and hold only letters, digits, _ and -",
-                    free=repr(name),
+                    need=f"names must start with a letter, hold only letters, digits, _ and -, and have at most {LONGEST_NAME} characters",
+                    free=show(name),
                     remedy="They become names of folders and processes; rename it",
                 )
 
@@ -104,13 +124,15 @@ def _source(subject: str, text: str) -> Iterator[Problem]:
     if scheme and not path.exists():
         yield from _task(subject, scheme[1], scheme[2])
     elif path.suffix not in DATA_SUFFIXES:
-        task = f" For a reasoning-gym task write {REASONING_GYM}:{text}" if _NAME.match(text) else ""
+        task = f" For a reasoning-gym task write {REASONING_GYM}:{text}" if _WORD.match(text) else ""
         yield Problem(
             subject=subject,
             need=f"must be a {' or '.join(DATA_SUFFIXES)} file, or a task like {REASONING_GYM}:chain_sum",
             free=repr(text),
             remedy=f"Convert the file to one of these formats.{task}",
         )
+    elif path.is_dir():
+        yield Problem(subject=subject, need="must be a file", free=f"a folder {text!r}", remedy="Name one of the files in it")
     elif not path.is_file():
         found = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         yield Problem(

@@ -50,7 +50,7 @@ class DataConfig(Section):
     most a fifth of the prompts."""
     options: dict[str, Any] = {}
     """Settings of the reasoning-gym task, for example `{min_terms: 2, max_terms: 2}`."""
-    size: Positive = 100_000
+    size: Annotated[int, Field(gt=0, le=100_000_000)] = 100_000
     """Number of problems of a generated task; files bring their own."""
     eval_size: Positive = 256
     """Number of held-out prompts used for one evaluation."""
@@ -159,7 +159,7 @@ class RoleConfig(Section):
     """Number of worker processes; `auto` takes all slots of the pool (reward: derived from CPUs)."""
     cpus: PositiveFloat | None = None
     """CPUs of one worker of a role that has processes of its own (reward); derived when not set."""
-    processes: Positive | None = None
+    processes: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Scoring processes of one reward worker; one for each of its CPUs when not set. More than that pays if functions wait."""
     worker: str | None = None
     """Own worker class by import path, instead of the built-in one of the role."""

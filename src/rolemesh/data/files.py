@@ -140,14 +140,19 @@ class _JsonLines:
     """One JSON object a line; blank lines are skipped. Lines are kept as bytes and parsed when asked for."""
 
     def __init__(self, path: Path, subject: str) -> None:
-        numbered = [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1) if line.strip()]
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError.one(subject, f"{path} must be readable", f"{type(error).__name__}: {error}") from error
+        numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         self._lines = [line for _, line in numbered]
         columns: dict[str, None] = {}
         broken: list[tuple[int, str]] = []
         for number, line in numbered:
             try:
                 row = json.loads(line)
-            except ValueError as error:
+                json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is valid JSON, but no text
+            except (ValueError, RecursionError) as error:
                 broken.append((number, str(error)))
                 continue
             if isinstance(row, dict):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # bars over a few files, in the log of every worker
 
 # What transformers raises for folders that it cannot read. Mapped to ConfigError here and nowhere else.
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+LOAD_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
@@ -112,10 +113,32 @@ def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFil
     return plain
 
 
+def check_weights(model: ModelConfig) -> None:
+    """Raise ConfigError unless the weight files are there, whole, and in their format. Reads their headers, so it takes no time.
+
+    Whether they hold every weight of the model is known when it is loaded.
+    """
+    if model.path in BUILTIN_MODELS:
+        return
+    folder = model_folder(model.path)
+    _check_weight_files(folder)
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            found = f"{file.stat().st_size:,} bytes: {error}"
+            raise ConfigError.one("model.path", f"{file} must be a whole safetensors file", found, "Copy or download it again") from error
+
+
 def _check_weight_files(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise ConfigError.one("model.path", f"{index} must list the weight files", found, "Copy or download it again") from error
         missing = [name for name in wanted if not (folder / name).is_file()]
         if missing:
             raise ConfigError.one(

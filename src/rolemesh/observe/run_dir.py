@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
+
+import psutil
 
 from rolemesh import registry
 from rolemesh.errors import ConfigError
@@ -22,6 +27,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ID: Final = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _MARKS: Final = ("status.json", "config.yaml")
 """A folder that holds one of these is taken for a run."""
+ACTIVE: Final = ("created", "starting", "running")
+"""States of a run whose controller lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +41,18 @@ class RunDirectory:
     def create(cls, runs_dir: Path, name: str) -> Self:
         """A new directory. Its id is the time (UTC) and four random hex digits; two runs never get the same one.
 
-        Raises ConfigError when `name` cannot be part of a folder name.
+        Raises ConfigError when `name` cannot be part of a folder name, or the folder cannot be made.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError.one("name", "must consist of letters, digits, '.', '_' and '-', the first a letter or digit", repr(name))
         while True:
-            path = runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+            path = runs_dir.expanduser() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
                 continue
+            except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
+                raise _not_writable(runs_dir, f"{type(error).__name__}: {error}") from error
             break
         run = cls(path)
         for folder in (run.samples, run.checkpoints, run.logs):
@@ -124,24 +133,89 @@ class RunDirectory:
         """Folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step}"
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only process that works in this directory: a lock that ends with this process, however it ends.
+
+        Raises ConfigError when another one holds it. Where the file system knows no locks nothing is locked.
+        """
+        with self._locked() as mine:
+            if mine is False:
+                found = f"controller with pid {self.read_status().get('pid', '?')}"
+                raise ConfigError.one("run", f"{self.name} must not be running", found, "Stop it first, or start a new run")
+            yield
+
+    def is_running(self) -> bool:
+        """True while a process holds this directory, or may: the status says so and the file system knows no locks."""
+        with self._locked() as mine:
+            if mine is None:
+                status = self.read_status()
+                return status.get("state") in ACTIVE and psutil.pid_exists(int(status.get("pid", -1)))
+            return not mine
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool | None]:
+        """True with the lock of the directory, False when another process has it, None where there are no locks."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            yield _lock(descriptor)
+        finally:
+            os.close(descriptor)
+
     def read_status(self) -> dict[str, Any]:
-        """The last written status; empty when the run has none."""
+        """The last written status; empty when the run has none. Raises ConfigError for a file that is no status."""
         if not self.status.exists():
             return {}
-        status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
+        try:
+            status = json.loads(self.status.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _damaged(self.status, f"{type(error).__name__}: {error}") from error
+        if not isinstance(status, dict):
+            raise _damaged(self.status, f"a JSON {type(status).__name__}")
         return status
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace the status as a whole; a reader never sees a part of it."""
         write_json(self.status, status)
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics. Raises ConfigError for a file that holds something else."""
+        try:
+            rows = read_json_lines(self.metrics)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.metrics, f"{type(error).__name__}: {error}") from error
+        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+            raise _damaged(self.metrics, "a line that is no row of a step")
+        return rows
+
     def truncate_metrics(self, after_step: int) -> int:
         """Drop the rows of steps above `after_step`, which a resumed run makes again, and return how many there were."""
-        rows = read_json_lines(self.metrics)
+        rows = self.read_metrics()
         kept = [row for row in rows if row["step"] <= after_step]
         if len(kept) < len(rows):
             write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         return len(rows) - len(kept)
+
+
+def _lock(descriptor: int) -> bool | None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _damaged(file: Path, found: str) -> ConfigError:
+    remedy = "It was changed from outside; repair it or move it away"
+    return ConfigError.one("run", f"{file} must be as the run wrote it", found, remedy)
+
+
+def _not_writable(runs_dir: Path, found: str) -> ConfigError:
+    return ConfigError.one(
+        "runs_dir", f"it must be possible to make a folder in {str(runs_dir)!r}", found, "Set runs_dir to another folder"
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -151,6 +225,7 @@ def is_run(path: Path) -> bool:
 
 def list_runs(runs_dir: Path) -> list[RunDirectory]:
     """The runs of a folder, oldest first by the time in their names; folders without one come first."""
+    runs_dir = runs_dir.expanduser()
     if not runs_dir.is_dir():
         return []
     return [RunDirectory(path) for path in sorted(filter(is_run, runs_dir.iterdir()), key=_created)]
@@ -169,8 +244,8 @@ def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
 
     Raises ConfigError that lists the candidates otherwise.
     """
-    if run is not None and is_run(Path(run)):
-        return RunDirectory(Path(run))
+    if run is not None and is_run(path := Path(run).expanduser()):
+        return RunDirectory(path)
     runs = list_runs(runs_dir)
     if run is None:
         if not runs:

@@ -6,13 +6,14 @@ raises is switched off with a warning while the run goes on.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from rolemesh import registry
-from rolemesh.errors import ConfigError
+from rolemesh.errors import ConfigError, Problem
 from rolemesh.observe.files import JsonLines
 
 if TYPE_CHECKING:
@@ -61,12 +62,7 @@ class TensorBoardSink:
         try:
             from tensorboard.summary import Writer
         except ImportError as error:
-            raise ConfigError.one(
-                "trainer.sinks",
-                "`tensorboard` needs the package tensorboard",
-                f"{type(error).__name__}: {error}",
-                "Install it with `pip install 'rolemesh[tensorboard]'`, or take it off the list",
-            ) from error
+            raise _no_tensorboard("trainer.sinks", f"{type(error).__name__}: {error}") from error
         self._writer = Writer(str(folder / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
@@ -106,6 +102,27 @@ class GuardedSink:
 
 
 BUILTIN_SINKS: Final[dict[str, Callable[[Path], Sink]]] = {"tensorboard": TensorBoardSink}
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise ConfigError with every entry of `trainer.sinks` that is unknown or cannot be called. Makes none."""
+    problems: list[Problem] = []
+    for number, name in enumerate(names):
+        subject = f"trainer.sinks.{number}"
+        try:
+            factory = registry.resolve(name, BUILTIN_SINKS, subject=subject)
+            registry.check_call(factory, [Path()], {}, subject=subject, name=name, called=f"{name}(folder)")
+            if factory is TensorBoardSink and importlib.util.find_spec("tensorboard") is None:
+                raise _no_tensorboard(subject, "no package of this name")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems=problems)
+
+
+def _no_tensorboard(subject: str, found: str) -> ConfigError:
+    remedy = "Install it with `pip install 'rolemesh[tensorboard]'`, or take it off the list"
+    return ConfigError.one(subject, "`tensorboard` needs the package tensorboard", found, remedy)
 
 
 def create_sinks(names: Sequence[str], folder: Path, events: EventLog) -> list[GuardedSink]:

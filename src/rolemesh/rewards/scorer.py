@@ -8,6 +8,7 @@ anything.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,6 +21,9 @@ from rolemesh.protocols.task import load_task
 from rolemesh.rewards.outcome import Outcome, Status, outcome_columns
 from rolemesh.rewards.results import Extra
 from rolemesh.rewards.work import Answer, Executor, Fault, Work
+
+_PLACE: Final = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
+"""A place in a traceback."""
 
 
 class RewardError(RolemeshError):
@@ -36,13 +40,16 @@ class RewardError(RolemeshError):
             error_traceback=error_traceback,
             first=first,
         )
+        self.add_note(error_traceback)  # for the file that keeps the whole trace; the message itself stays short
 
     @classmethod
     def message(cls, **fields: Any) -> str:
+        places = _PLACE.findall(fields["error_traceback"])
+        where = " ({}, line {}, in {})".format(*places[-1]) if places else ""
         return (
-            f"reward function {fields['function']} failed for all {fields['samples']} samples of a call: "
-            f"{fields['error_type']}: {fields['error_message']}\nfirst sample: {fields['first']}\n{fields['error_traceback']}"
-            "Repair the function or the data; a reward that cannot be computed is never taken for 0"
+            f"reward function {fields['function']} failed for all {fields['samples']} samples of a call\nfirst sample: {fields['first']}\n"
+            "Repair the function or the data; a reward that cannot be computed is never taken for 0\n"
+            f"{fields['error_type']}: {fields['error_message']}{where}"
         )
 
 
@@ -117,6 +124,8 @@ class RewardScorer:
             error = "; ".join(_describe(part, score) for part, score in named if score.status in ("error", "timeout", "not_finite"))
             return Outcome(reward=None, status=status, error=error, parts=parts, extras=extras)
         reward = sum(part.config.weight * (score.value or 0.0) for part, score in named)
+        if not math.isfinite(reward):  # finite scores can add up to more than a float holds
+            return Outcome(reward=None, status="not_finite", error=f"sum of the weighted scores: {reward}", parts=parts, extras=extras)
         return Outcome(reward=reward, parts=parts, extras=extras)
 
 

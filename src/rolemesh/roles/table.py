@@ -60,4 +60,6 @@ def worker_class(role: str, config: Config) -> type[Worker]:
             f"no {', '.join(missing)}",
             f"Derive it from {base.__module__}.{base.__name__}",
         )
+    called = f"{found.__name__}(context, config=config)"
+    registry.check_call(found, [None], {"config": config}, subject=f"roles.{role}.worker", name=own, called=called)
     return found

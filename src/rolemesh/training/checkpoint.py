@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 STATE: Final = "state.json"
 FORMAT: Final = 1
+_NAME: Final = re.compile(r"step-\d+")
 
 
 async def save(run: TrainingRun) -> Path:
@@ -35,7 +37,8 @@ async def save(run: TrainingRun) -> Path:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     await together(run.session.groups[role].save(str(fresh.resolve())) for role in roles_with_state(run))
-    state = {"format": FORMAT, "rolemesh": __version__, "progress": run.progress.to_json(), "prompts": run.prompts.state()}
+    progress, prompts = run.progress.to_json(), run.prompts.state()
+    state = {"format": FORMAT, "rolemesh": __version__, "progress": progress, "prompts": prompts, "files": _sizes(fresh)}
     write_json(fresh / STATE, state)
     _sync(fresh)
     shutil.rmtree(final, ignore_errors=True)
@@ -60,16 +63,32 @@ def roles_with_state(run: TrainingRun) -> list[str]:
 
 def complete(directory: RunDirectory) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted((path for path in directory.checkpoints.glob("step-*") if (path / STATE).is_file()), key=_step_of)
+    return sorted((path for path in directory.checkpoints.glob("step-*") if _is_complete(path)), key=_step_of)
 
 
-def newest(directory: RunDirectory) -> tuple[Path, list[Path]]:
-    """(newest complete checkpoint, incomplete ones that were skipped). Raises ConfigError when there is none."""
+def _is_complete(folder: Path) -> bool:
+    """True when the state is there and every file that it lists has the size it was written with."""
+    if not _NAME.fullmatch(folder.name) or not (folder / STATE).is_file():
+        return False
+    try:
+        listed = json.loads((folder / STATE).read_text(encoding="utf-8")).get("files", {})
+        return bool(_sizes(folder).items() >= listed.items())
+    except (OSError, ValueError, AttributeError):  # no JSON, or not an object of objects
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below a folder, by path relative to it."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def newest(directory: RunDirectory, subject: str = "--resume") -> tuple[Path, list[Path]]:
+    """(newest complete checkpoint, incomplete ones that were skipped). Raises ConfigError, about `subject`, when there is none."""
     found = complete(directory)
     skipped = [path for path in directory.checkpoints.iterdir() if path not in found] if directory.checkpoints.is_dir() else []
     if not found:
         raise ConfigError.one(
-            "--resume",
+            subject,
             "the run must have a complete checkpoint",
             f"none in {directory.checkpoints}" + (f" ({len(skipped)} incomplete)" if skipped else ""),
             "Start it anew; trainer.save_every writes checkpoints on the way",
@@ -78,12 +97,16 @@ def newest(directory: RunDirectory) -> tuple[Path, list[Path]]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint. Raises ConfigError for one of another format."""
+    """`state.json` of a complete checkpoint. Raises ConfigError for one of another format, and for one that lacks something."""
     state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise ConfigError.one(
             "--resume", f"checkpoint format {FORMAT}", f"{state.get('format')} (written by rolemesh {state.get('rolemesh')}) in {folder}"
         )
+    lacking = [name for name in ("progress", "prompts") if not isinstance(state.get(name), dict)]
+    if lacking:
+        remedy = "Remove this folder to go on from the checkpoint before it"
+        raise ConfigError.one("--resume", f"{folder / STATE} must hold progress and prompts", f"no {', '.join(lacking)}", remedy)
     return state
 
 

@@ -12,6 +12,8 @@ from rolemesh.training.run import TrainingRun
 
 NONFINITE_STEPS: Final = 3
 """Steps in a row without a finite gradient after which a run ends."""
+UNSCORED_STEPS: Final = 3
+"""Steps in a row without a single reward after which a run ends."""
 FLAT_GROUPS: Final = 0.5
 """Share of groups without any spread in their rewards above which most of a step's work teaches nothing."""
 RATIO: Final = 1e-4
@@ -21,7 +23,7 @@ REPEAT_EVERY: Final = 20
 
 
 def check(run: TrainingRun) -> None:
-    """Look at the step just recorded. Raises RunStopped when several steps in a row had no finite gradient."""
+    """Look at the step just recorded. Raises RunStopped when several steps in a row had no finite gradient, or no reward."""
     row = run.recorder.row
     lost = _nonfinite(row)
     run.nonfinite_steps = run.nonfinite_steps + 1 if lost else 0
@@ -29,6 +31,13 @@ def check(run: TrainingRun) -> None:
         raise RunStopped(
             f"step {run.progress.step}: the last {run.nonfinite_steps} steps had a loss or gradient that is not finite; none was "
             "applied. Lower trainer.learning_rate (or algorithm.critic_learning_rate), or look at the rewards and samples of these steps"
+        )
+    unscored = _unscored(row)
+    run.unscored_steps = run.unscored_steps + 1 if unscored else 0
+    if run.unscored_steps >= UNSCORED_STEPS:
+        raise RunStopped(
+            f"step {run.progress.step}: none of the answers of the last {run.unscored_steps} steps has a reward ({_statuses(row)}), so "
+            "there is nothing to learn from. Look at what the reward functions return; one without a `return` gives None for everything"
         )
     for kind, text in _signs(run, row):
         if run.progress.step - run.warned.get(kind, -REPEAT_EVERY) >= REPEAT_EVERY:
@@ -40,9 +49,21 @@ def _nonfinite(row: dict[str, MetricValue]) -> bool:
     return any(float(row.get(f"{role}/steps_skipped_nonfinite", 0)) > 0 for role in (ACTOR, CRITIC))
 
 
+def _unscored(row: dict[str, MetricValue]) -> bool:
+    return float(row["reward/failed"]) == float(row["samples/drawn"])
+
+
+def _statuses(row: dict[str, MetricValue]) -> str:
+    """What became of the scores of a step, from its metrics: `abstained 32`."""
+    prefix = "reward/status/"
+    return ", ".join(f"{name.removeprefix(prefix)} {float(value):g}" for name, value in row.items() if name.startswith(prefix) and value)
+
+
 def _signs(run: TrainingRun, row: dict[str, MetricValue]) -> Iterator[tuple[str, str]]:
     if _nonfinite(row):
         yield "nonfinite", "an optimizer step had a loss or gradient that is not finite and was left out"
+    if _unscored(row):
+        yield "unscored", f"no answer has a reward ({_statuses(row)}), so nothing was trained"
     flat = float(row.get("reward/zero_spread_groups", 0))
     if flat > FLAT_GROUPS:
         yield (

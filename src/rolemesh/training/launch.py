@@ -8,13 +8,12 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
-
-import psutil
 
 from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
@@ -35,6 +34,8 @@ T = TypeVar("T")
 Loop = Callable[[TrainingRun], Awaitable[None]]
 """Takes a run that stands ready to its end; `loop.train` is the usual one."""
 STATUS_SECONDS = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What ends a run."""
 
 
 def backend_for(config: Config, inventory: Inventory) -> Backend:
@@ -47,24 +48,38 @@ def backend_for(config: Config, inventory: Inventory) -> Backend:
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
     """Run a controller on a backend and end the cluster that belongs to it. SIGINT and SIGTERM cancel `main`, which frees what it owns;
-    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.)"""
+    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.) Both signals
+    do so while the cluster starts, too, and neither can cut short its end."""
 
     async def cancelled_by_signals() -> T:
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await main
 
+    with _handling(signal.default_int_handler):
+        try:
+            return backend.run(cancelled_by_signals())
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
+        finally:
+            with _handling(signal.SIG_IGN):
+                main.close()  # it was never started if the backend could not be
+                stop: Callable[[], None] | None = getattr(backend, "stop", None)
+                if stop is not None:
+                    stop()
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Treat SIGINT and SIGTERM so; afterwards as before."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
-        return backend.run(cancelled_by_signals())
-    except asyncio.CancelledError as error:
-        raise KeyboardInterrupt from error
+        yield
     finally:
-        main.close()  # it was never started if the backend could not be
-        stop: Callable[[], None] | None = getattr(backend, "stop", None)
-        if stop is not None:
-            stop()
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +100,25 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     is not touched before everything about it was checked."""
     inventory = local_inventory()
     prepared = prepare(config, inventory, warm_start=resume is None)
-    checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
     directory = resume or RunDirectory.create(config.runs_dir, config.name)
-    backend = backend_for(config, inventory)
-    summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint, loop))
+    with directory.held():
+        checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
+        backend = backend_for(config, inventory)
+        summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint, loop))
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt
     return summary
 
 
 def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
-    """The newest complete checkpoint, checked against the config. Raises ConfigError, also when the run is still under way."""
-    status = directory.read_status()
-    if status.get("state") in ("running", "starting") and psutil.pid_exists(int(status.get("pid", -1))):
-        raise ConfigError.one("--resume", f"{directory.name} must not be running", f"controller with pid {status['pid']}", "Stop it first")
+    """The newest complete checkpoint, checked against the config. Raises ConfigError."""
     folder, skipped = checkpoints.newest(directory)
     state = checkpoints.read_state(folder)
+    directory.read_metrics()
+    done, steps = state["progress"].get("step", 0), prepared.config.trainer.steps
+    if steps < done:
+        remedy = f"Set trainer.steps above {done} to train on"
+        raise ConfigError.one("trainer.steps", f"must be at least the {done} steps that {directory.name} has done", str(steps), remedy)
     prepared.prompts.load_state(state["prompts"])
     before = load_config(str(directory.config)).model_dump(mode="json")
     after = prepared.config.model_dump(mode="json")
@@ -143,7 +161,7 @@ def _stop_at_step_end_on_signals(run: TrainingRun) -> None:
         run.interrupted = True
         run.recorder.note("interrupted: finishing this step, then saving. Press Ctrl-C again to stop at once")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, interrupt)
 
 

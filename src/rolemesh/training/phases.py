@@ -108,7 +108,8 @@ async def update(run: TrainingRun, step: StepBatch) -> None:
     become a new version, unless the critic still warms up."""
     numbers = step.numbers
     weighted = int((np.asarray(numbers.scalars("token_weight")) > 0).sum())
-    policy = run.config.algorithm.no_signal
+    # Without a single reward there is nothing to train on, whatever the policy says about equal ones.
+    policy = run.config.algorithm.no_signal if weighted or run.config.algorithm.no_signal == "stop" else "skip_step"
     skipped = False
     if not run.algorithm.has_signal(numbers):
         run.recorder.no_signal(policy)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from rolemesh.algorithms import ALGORITHMS
+from rolemesh.algorithms import ALGORITHMS, create_algorithm
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptStream, open_prompts, open_sft_prompts
-from rolemesh.engines.rollout import ENGINES
+from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
-from rolemesh.models import load_config, load_tokenizer
-from rolemesh.observe.sinks import BUILTIN_SINKS
+from rolemesh.models import check_weights, load_config, load_tokenizer
+from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import Inventory, Plan, build_plan
 from rolemesh.rewards import REWARDS, check_rewards
 from rolemesh.roles import worker_class
@@ -42,14 +42,19 @@ def prepare(config: Config, inventory: Inventory, *, training: bool = True, warm
     plan has some. `training` off allows what only evaluation may do (temperature 0, for one); `warm_start` off leaves out the data of
     the `sft` section, where it is not used (any more)."""
     problems = list(check_config(config, training=training, builtins=_builtin_names()))
-    tokenizer = _collect(problems, lambda: load_tokenizer(config.model))
-    _collect(problems, lambda: load_config(config.model))
+    readable = _collect(problems, lambda: load_config(config.model)) is not None
+    _collect(problems, lambda: check_weights(config.model))
+    tokenizer = _collect(problems, lambda: load_tokenizer(config.model)) if readable else None
     opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
     sft_prompts = None
     if opened is not None and config.sft is not None and warm_start:
         sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer))
     sources = opened[0].source.summary() if opened is not None else None
     _collect(problems, lambda: check_rewards(config.reward, sources))
+    if training:
+        _collect(problems, lambda: create_algorithm(config))
+        _collect(problems, lambda: check_sinks(config.trainer.sinks))
+    _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     placed = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)

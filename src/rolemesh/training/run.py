@@ -63,6 +63,8 @@ class TrainingRun:
     """Set by a signal; the loop then ends after the step under way."""
     nonfinite_steps: int = 0
     """Steps in a row, up to now, whose gradient was not finite."""
+    unscored_steps: int = 0
+    """Steps in a row, up to now, in which no answer has a reward."""
     warned: dict[str, int] = field(default_factory=dict)
     """Step of the last warning of each kind."""
     cursor: dict[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
-from rolemesh.errors import ConfigError
+from rolemesh.errors import ConfigError, Problem
 from rolemesh.models import encode_prompt
 from rolemesh.observe import RunDirectory, write_json
 from rolemesh.plan import local_inventory
@@ -36,7 +37,8 @@ def run_sft(config: Config, display: Display) -> Path:
             write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
             return folder
 
-    return run_on(backend, main())
+    with directory.held():
+        return run_on(backend, main())
 
 
 def run_evaluation(config: Config) -> dict[str, float]:
@@ -54,11 +56,16 @@ def run_evaluation(config: Config) -> dict[str, float]:
 
 
 def run_generation(config: Config, prompts: Sequence[str], temperature: float) -> list[str]:
-    """Answers to prompts, in their order. Prompts go through the recipe's template. Raises ConfigError for one that is too long."""
+    """Answers to prompts, in their order. Prompts go through the recipe's template.
+
+    Raises ConfigError with all prompts that cannot be used, and for a temperature that is no number of at least 0.
+    """
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError.one("temperature", "must be a number of at least 0", str(temperature), "0 is greedy, 1 samples as in training")
     inventory = local_inventory()
     prepared = prepare(config, inventory, training=False, warm_start=False)
+    ids = _encoded(prepared, prompts)
     backend = backend_for(config, inventory)
-    ids = [_prompt_ids(prepared, number, text) for number, text in enumerate(prompts)]
 
     async def main() -> list[str]:
         async with _session(prepared, backend, ["rollout"]) as session:
@@ -71,14 +78,26 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     return run_on(backend, main())
 
 
-def _prompt_ids(prepared: Prepared, number: int, text: str) -> list[int]:
-    data = prepared.config.data
-    ids = encode_prompt(prepared.tokenizer, data.prompt_template.replace("{prompt}", text), chat=data.chat)
-    if len(ids) > data.max_prompt_tokens:
-        raise ConfigError.one(
-            f"prompt {number}", f"at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens", f"{len(ids)}", "Shorten the prompt"
-        )
-    return ids
+def _encoded(prepared: Prepared, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of every prompt. Raises ConfigError with all that cannot be used."""
+    if not prompts:
+        raise ConfigError.one("prompts", "there must be at least one", "none", "Give them as arguments, or on standard input, a line each")
+    data, problems, encoded = prepared.config.data, [], []
+    for number, text in enumerate(prompts):
+        subject = f"prompt {number}"
+        try:
+            text.encode()  # what the shell could not decode is no text
+        except UnicodeEncodeError as error:
+            problems.append(Problem(subject=subject, need="must be valid Unicode", free=str(error), remedy="Check its encoding"))
+            continue
+        ids = encode_prompt(prepared.tokenizer, data.prompt_template.replace("{prompt}", text), chat=data.chat)
+        if not 0 < len(ids) <= data.max_prompt_tokens:
+            need = f"1 to data.max_prompt_tokens = {data.max_prompt_tokens} tokens"
+            problems.append(Problem(subject=subject, need=need, free=str(len(ids)), remedy="Change the prompt"))
+        encoded.append(ids)
+    if problems:
+        raise ConfigError(problems=problems)
+    return encoded
 
 
 def _session(prepared: Prepared, backend: Backend, roles: Sequence[str]) -> Session:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +94,7 @@ class RayBackend:
             }
         else:
             options["address"] = self._address
-        ray.init(**options)
+        _start_ray(options)
         self._started = True
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
@@ -212,7 +214,7 @@ class RayBackend:
 
     async def _settle(self, ref: Any, deadline: float, subject: str, spec: ProcessSpec, process: Process | None = None) -> Any:
         try:
-            return await asyncio.wait_for(_await(ref), deadline)
+            return await _within(deadline, ref)
         except RayError as error:
             known = process or Process(spec=spec, node="", address="", pid=0, handle=None)
             raise _failed(known, error) from error
@@ -231,21 +233,40 @@ class RayBackend:
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         try:
-            return list(await asyncio.wait_for(asyncio.gather(*map(_await, refs)), deadline))
+            return list(await _within(deadline, asyncio.gather(*map(_await, refs))))
         except RayError as error:
             raise DataLost(waiter="the controller", cause=_first_lines(_cause(error))) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
+def _start_ray(options: dict[str, Any]) -> None:
+    """`ray.init`, which leaves a SIGTERM handler of its own behind that ends the process on the spot: the caller's stays instead."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**options)
+    except SystemExit as error:  # what Ray's handler raises
+        raise KeyboardInterrupt from error
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)
+
+
 async def _await(ref: Awaitable[T]) -> T:
     return await ref
 
 
+async def _within(seconds: float, awaited: Awaitable[T]) -> T:
+    """Wait no longer than that. Not `asyncio.wait_for`, which in Python 3.11 forgets a cancellation that arrives together with the
+    result: a run would go on although it was interrupted."""
+    async with asyncio.timeout(seconds):
+        return await awaited
+
+
 async def _placed(group: PlacementGroup, seconds: float) -> bool:
-    ready = group.ready()
     try:
-        await asyncio.wait_for(_await(ready), max(seconds, 0.01))
+        await _within(max(seconds, 0.01), group.ready())
     except TimeoutError:
         return False
     return True
@@ -260,7 +281,7 @@ async def _nodes() -> dict[str, NodeInfo]:
         return {node["NodeID"]: _node_info(node, free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]}
 
     try:
-        return await asyncio.wait_for(asyncio.to_thread(ask), NODES_SECONDS)
+        return await _within(NODES_SECONDS, asyncio.to_thread(ask))
     except TimeoutError as error:
         raise DeadlineExceeded(waiter="the controller", subject="Ray's list of nodes", seconds=NODES_SECONDS) from error
 
