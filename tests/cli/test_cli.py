@@ -1,10 +1,16 @@
 """The command line as a user meets it: exit codes, messages without traceback, light commands that stay light."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rolemesh.observe import RunDirectory
@@ -128,3 +134,68 @@ def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) ->
     assert "launch.py" not in message, "no trace of the controller on the screen, it is in the file"
     (run,) = (tmp_path / "runs").iterdir()
     assert "rewards.py" in (run / "logs" / "error.txt").read_text()
+
+
+def test_a_recipe_beside_a_run_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "mine")
+    run.config.write_text("name: mine\n")
+    for command in (["train", "--resume", "mine"], ["eval", "--run", "mine"]):
+        (run.checkpoint(1) / "model").mkdir(parents=True, exist_ok=True)
+        (run.checkpoint(1) / "state.json").write_text("{}")
+        done = rolemesh(tmp_path, *command, "demo")
+        assert done.returncode == 2
+        assert f"none can be given with {command[1]}" in done.stderr
+
+
+def test_init_says_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = rolemesh(tmp_path, "init", "file")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "it must be possible to write into 'file'" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_at_the_first_moment_ends_with_130_and_without_a_trace(tmp_path: Path, number: int) -> None:
+    code = (
+        "import builtins, os\nreal = builtins.__import__\n"
+        "def slow(name, *rest, **more):\n"
+        f"    if name == 'rolemesh.config':\n        os.kill(os.getpid(), {number:d})\n"
+        "    return real(name, *rest, **more)\n"
+        "from rolemesh.cli.__main__ import run\nbuiltins.__import__ = slow\nrun()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def left_over(mark: str) -> list[int]:
+    """Processes that have `mark` in their environment, which children inherit."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["created", "starting", "sft", "step"])
+def test_an_interrupt_at_any_moment_ends_every_process(tmp_path: Path, moment: str, number: int) -> None:
+    mark = f"ROLEMESH_TEST_{uuid.uuid4().hex}"
+    options = ["trainer.steps=500", "trainer.prompts_per_step=4", "trainer.minibatches=1", "algorithm.group_size=4", "data.eval_size=8"]
+    command = [sys.executable, "-m", "rolemesh.cli", "train", *options, "algorithm.no_signal=train"]
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, mark: "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+        ends = time.monotonic() + 120
+        status: dict[str, object] = {}
+        while moment not in (status.get("state"), status.get("phase")) and time.monotonic() < ends:
+            assert run.poll() is None
+            time.sleep(0.02)
+            status = next((json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/status.json")), {})
+        run.send_signal(number)
+        assert run.wait(timeout=60) == 130
+    while left_over(mark) and time.monotonic() < ends + 15:
+        time.sleep(0.2)
+    assert left_over(mark) == []
+    (path,) = (tmp_path / "runs").iterdir()
+    assert RunDirectory.open(path).read_status()["state"] == "interrupted"

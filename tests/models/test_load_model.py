@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
-from rolemesh.models import load_model, load_tokenizer, save_model
+from rolemesh.models import check_weights, load_model, load_tokenizer, save_model
 
 TINY = ModelConfig()
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 512
@@ -140,6 +141,15 @@ def test_other_weight_formats_are_refused_by_name(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"must hold model.safetensors .*; found pytorch_model.bin. Other formats are not read"):
         load_model(ModelConfig(path=str(folder)), seed=0)
+
+
+def test_weight_files_are_checked_without_loading_them(folder):
+    model = ModelConfig(path=str(folder))
+    check_weights(model)
+    check_weights(TINY)
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"model.safetensors must be a whole safetensors file; found [\d,]+ bytes"):
+        check_weights(model)
 
 
 def test_missing_shard_is_named(folder):

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +124,66 @@ def test_newest_run_of_one_second_is_the_last_started(tmp_path):
         os.utime(path / "config.yaml", ns=(number, number))
     assert find_run(tmp_path, None).path == paths[-1]
     assert all(is_run(path) for path in paths)
+
+
+# one controller a directory
+
+
+def test_a_directory_has_one_holder_at_a_time(tmp_path):
+    run = RunDirectory.create(tmp_path, "demo")
+    assert not run.is_running()
+    run.write_status({"state": "running", "pid": 4711})
+    with run.held():
+        assert run.is_running()
+        with pytest.raises(ConfigError, match=r"must not be running; found controller with pid 4711"), run.held():
+            pass
+    assert not run.is_running()
+    with run.held():
+        pass
+
+
+def test_the_hold_ends_with_its_process_and_not_with_a_pid(tmp_path):
+    run = RunDirectory.create(tmp_path, "demo")
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom rolemesh.observe import RunDirectory\n"
+        "with RunDirectory.open(Path(sys.argv[1])).held():\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        assert run.is_running()
+        holder.kill()
+        holder.wait(timeout=20)
+    run.write_status({"state": "running", "pid": os.getpid()})  # a pid that lives, but is no controller of this run
+    assert not run.is_running()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_a_damaged_status_is_named(tmp_path, text):
+    run = RunDirectory.create(tmp_path, "demo")
+    run.status.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match="must be as the run wrote it"):
+        run.read_status()
+
+
+@pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", "\xff\n", '{"step": "one"}\n'])
+def test_damaged_metrics_are_named(tmp_path, text):
+    run = RunDirectory.create(tmp_path, "demo")
+    run.metrics.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match="must be as the run wrote it"):
+        run.truncate_metrics(0)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below", "nul\0"):
+        with pytest.raises(ConfigError, match="runs_dir: it must be possible to make a folder"):
+            RunDirectory.create(tmp_path / place, "demo")
+
+
+def test_the_home_folder_is_the_same_for_making_and_finding(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = RunDirectory.create(Path("~/runs"), "demo")
+    assert run.path.parent == tmp_path / "runs"
+    assert find_run(Path("~/runs"), None) == run
+    assert find_run(tmp_path / "nowhere", f"~/runs/{run.name}") == run

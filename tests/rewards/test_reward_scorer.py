@@ -5,6 +5,7 @@ import pickle
 import random
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -291,3 +292,22 @@ def test_E07_generated_problems_fit_their_verifier():
 def test_a_scorer_refuses_what_it_cannot_find():
     with pytest.raises(ConfigError, match=r"reward\.0\.name"):
         scorer_of("nothing")
+
+
+def test_scores_that_add_up_to_more_than_a_float_holds_are_no_reward(sample):
+    outcome = scorer_of("by_response", weight=10.0).score([sample("1e308"), sample("1", draw=1)])
+    assert [(found.reward, found.status) for found in outcome] == [(None, "not_finite"), (10.0, "ok")]
+
+
+def test_the_message_of_a_broken_function_ends_on_cause_and_place_and_its_trace_is_kept_for_the_file(sample):
+    with pytest.raises(RewardError) as caught:
+        scorer_of("by_response").score([sample("raise")])
+    text = str(caught.value)
+    assert "Traceback" not in text
+    last = text.splitlines()[-1]
+    assert last.startswith("ConnectionError: sandbox is down (")
+    assert "reward_functions.py, line " in last
+    assert last.endswith(", in by_response)")
+    copied = pickle.loads(pickle.dumps(caught.value))
+    for error in (caught.value, copied):
+        assert 'raise ConnectionError("sandbox is down")' in "".join(traceback.format_exception(error))

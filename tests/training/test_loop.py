@@ -47,6 +47,14 @@ def one_with_extras(sample: object, **options: object) -> tuple[float, dict[str,
     return 1.0, {"format": 0.5, "note": "fine"}
 
 
+def no_return(sample: object, **options: object) -> None:
+    pass
+
+
+def not_a_number(sample: object, **options: object) -> float:
+    return float("nan")
+
+
 class LossOfNothing(Grpo):
     """A loss that is not a number, as a bug in an own algorithm would give."""
 
@@ -208,6 +216,21 @@ def test_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
     assert any("resumed at step 1" in note and "step-9" in note for note in display.notes)
 
 
+@pytest.mark.parametrize("damaged", ["actor.pt", "model/model.safetensors", "state.json"])
+def test_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, damaged: str) -> None:
+    run, _ = train(tmp_path, "trainer.steps=2", "trainer.save_every=1", "sft=null")
+    os.truncate(run.checkpoint(2) / damaged, 20)
+    (run.checkpoints / "step-old").mkdir()
+    _, display = train(tmp_path, "trainer.steps=2", "sft=null", resume=run)
+    assert any("resumed at step 1" in note and "step-2" in note and "step-old" in note for note in display.notes)
+
+
+def test_fewer_steps_than_were_done_are_refused(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=2", "sft=null")
+    with pytest.raises(ConfigError, match=r"trainer.steps: must be at least the 2 steps .*; found 1"):
+        train(tmp_path, "trainer.steps=1", "sft=null", resume=run)
+
+
 def test_H01_a_logger_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     run, _ = train(tmp_path, "trainer.sinks=['test_loop:BrokenSink']")
     assert len([row for row in rows(run) if "reward/mean" in row]) == 2
@@ -251,6 +274,18 @@ def test_H12_scores_with_and_without_extras_are_evaluated_alike(tmp_path: Path, 
     run, _ = train(tmp_path, f"reward=[{{name: 'test_loop:{reward}'}}]", "trainer.steps=1")
     evaluations = [row for row in rows(run) if "eval/accuracy" in row]
     assert [(row["eval/accuracy"], row["eval/reward_mean"], row["eval/failed"]) for row in evaluations] == [(1.0, 1.0, 0.0)] * 2
+
+
+@pytest.mark.parametrize(("function", "status"), [("no_return", "abstained"), ("not_a_number", "not_finite")])
+def test_D03_a_run_without_a_single_reward_ends_with_a_reason(tmp_path: Path, function: str, status: str) -> None:
+    with pytest.raises(RunStopped, match=f"last 3 steps has a reward \\({status} 16\\)"):
+        train(tmp_path, f"reward=[{{name: 'test_loop:{function}'}}]", "trainer.steps=9", "sft=null", "algorithm.no_signal=train")
+    run = only_run(tmp_path)
+    trained = [row for row in rows(run) if "reward/mean" in row]
+    assert [(row["step"], row["samples/trained"], row["samples/masked"], row["step/skipped"]) for row in trained] == [
+        (1, 0, 16, 1), (2, 0, 16, 1), (3, 0, 16, 1)
+    ]  # fmt: skip
+    assert (run.checkpoint(2) / "state.json").is_file() or (run.checkpoint(3) / "state.json").is_file(), "what was reached is saved"
 
 
 def test_C13_a_step_without_spread_follows_the_policy(tmp_path: Path) -> None:

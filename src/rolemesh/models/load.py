@@ -78,7 +78,7 @@ def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     files = model_files(model.path)
     if not files.gguf:
-        _check_weight_files(files.folder)
+        _weight_files(files.folder)
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **files.for_transformers,
@@ -120,9 +120,10 @@ def check_weights(model: ModelConfig) -> None:
     """
     if model.path in BUILTIN_MODELS:
         return
-    folder = model_folder(model.path)
-    _check_weight_files(folder)
-    for file in sorted(folder.glob("model*.safetensors")):
+    files = model_files(model.path)
+    if files.gguf:
+        return  # its header is read with the model's config
+    for file in _weight_files(files.folder):
         try:
             with safe_open(file, framework="pt"):
                 pass
@@ -131,7 +132,8 @@ def check_weights(model: ModelConfig) -> None:
             raise ConfigError.one("model.path", f"{file} must be a whole safetensors file", found, "Copy or download it again") from error
 
 
-def _check_weight_files(folder: Path) -> None:
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights. Raises ConfigError when one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -144,7 +146,8 @@ def _check_weight_files(folder: Path) -> None:
             raise ConfigError.one(
                 "model.path", f"all {len(wanted)} weight files of {index.name} must be in {folder}", f"no {', '.join(missing)}"
             )
-    elif not (folder / "model.safetensors").is_file():
+        return [folder / name for name in wanted]
+    if not (folder / "model.safetensors").is_file():
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors") for path in folder.glob(pattern))
         raise ConfigError.one(
             "model.path",
@@ -152,6 +155,7 @@ def _check_weight_files(folder: Path) -> None:
             ", ".join(others) or "no weight files",
             "Other formats are not read; convert them with save_pretrained of transformers" if others else "",
         )
+    return [folder / "model.safetensors"]
 
 
 def _check_complete(files: ModelFiles, info: dict[str, Any]) -> None:

@@ -58,14 +58,16 @@ def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await main
 
+    controller = cancelled_by_signals()
     with _handling(signal.default_int_handler):
         try:
-            return backend.run(cancelled_by_signals())
+            return backend.run(controller)
         except asyncio.CancelledError as error:
             raise KeyboardInterrupt from error
         finally:
             with _handling(signal.SIG_IGN):
-                main.close()  # it was never started if the backend could not be
+                controller.close()  # neither was started if the backend could not be
+                main.close()
                 stop: Callable[[], None] | None = getattr(backend, "stop", None)
                 if stop is not None:
                     stop()
@@ -101,13 +103,25 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     inventory = local_inventory()
     prepared = prepare(config, inventory, warm_start=resume is None)
     directory = resume or RunDirectory.create(config.runs_dir, config.name)
-    with directory.held():
+    with claimed(directory):
         checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
         backend = backend_for(config, inventory)
         summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint, loop))
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt
     return summary
+
+
+@contextmanager
+def claimed(directory: RunDirectory) -> Iterator[None]:
+    """Hold the directory of a run; one that ends before its session began says so in its status. Raises ConfigError as `held` does."""
+    with directory.held():
+        try:
+            yield
+        except BaseException as error:
+            if directory.read_status().get("state") == "created":
+                directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
+            raise
 
 
 def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:

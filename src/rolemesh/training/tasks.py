@@ -16,7 +16,7 @@ from rolemesh.observe import RunDirectory, write_json
 from rolemesh.plan import local_inventory
 from rolemesh.runtime import Backend, CallRecord
 from rolemesh.training import evaluation, phases
-from rolemesh.training.launch import backend_for, open_run, run_on
+from rolemesh.training.launch import backend_for, claimed, open_run, run_on
 from rolemesh.training.preflight import Prepared, prepare
 from rolemesh.training.recorder import Display
 from rolemesh.training.session import Session
@@ -37,7 +37,7 @@ def run_sft(config: Config, display: Display) -> Path:
             write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
             return folder
 
-    with directory.held():
+    with claimed(directory):
         return run_on(backend, main())
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
@@ -94,8 +95,8 @@ class RayBackend:
             }
         else:
             options["address"] = self._address
+        self._started = True  # even if the start is interrupted: then there is something to end
         _start_ray(options)
-        self._started = True
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         self.start()
@@ -241,16 +242,31 @@ class RayBackend:
 
 
 def _start_ray(options: dict[str, Any]) -> None:
-    """`ray.init`, which leaves a SIGTERM handler of its own behind that ends the process on the spot: the caller's stays instead."""
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
+    """`ray.init`, whole: cut short by an exception of a signal handler it leaves processes behind, or crashes as the process ends.
+
+    A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once. Ray's own handler of SIGTERM,
+    which ends the process on the spot, does not stay.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        ray.init(**options)
+        return
+    received: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(**options)
-    except SystemExit as error:  # what Ray's handler raises
-        raise KeyboardInterrupt from error
+    except SystemExit:  # Ray's handler
+        received.append(signal.SIGTERM)
     finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 async def _await(ref: Awaitable[T]) -> T:

@@ -1,0 +1,138 @@
+"""What can be known before a process starts is refused before one starts, all of it in one go."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from training_helpers import ONE_PROCESS, Quiet, small
+
+from rolemesh.algorithms import Grpo
+from rolemesh.config import BUILTIN_MODELS
+from rolemesh.errors import ConfigError
+from rolemesh.models import load_model, load_tokenizer, save_model
+from rolemesh.roles.actor import ActorWorker
+from rolemesh.runtime import Worker
+from rolemesh.training.launch import run_training
+from rolemesh.training.tasks import run_evaluation, run_generation
+
+
+class ActorOfItsOwn(ActorWorker):
+    def __init__(self) -> None:
+        pass
+
+
+class RolloutOfNothing(Worker):
+    pass
+
+
+class NoAlgorithm:
+    def __init__(self, config: object, *, minibatches: int) -> None:
+        pass
+
+
+class UnlicensedAlgorithm(Grpo):
+    def __init__(self, config: object, *, minibatches: int) -> None:
+        raise RuntimeError("no licence")
+
+
+def engine_of_old(model: object, slots: int) -> None:
+    raise AssertionError("nothing is made before everything was checked")
+
+
+def sink_of_old(folder: object, project: str) -> None:
+    raise AssertionError("nothing is made before everything was checked")
+
+
+def refused(tmp_path: Path, *overrides: str) -> dict[str, str]:
+    """Subject -> message of everything that is refused. Nothing may have been written."""
+    with pytest.raises(ConfigError) as caught:
+        run_training(small(tmp_path, *ONE_PROCESS, *overrides), Quiet())
+    assert not (tmp_path / "runs").exists()
+    return {problem.subject: str(problem) for problem in caught.value.problems}
+
+
+def test_all_foreign_code_that_does_not_fit_is_refused_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rewards.py").write_text("def score(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = refused(
+        tmp_path, "reward=[{name: 'broken_rewards:score'}]", "rollout.engine=test_preflight:engine_of_old",
+        "algorithm.name=test_preflight:NoAlgorithm", "roles.actor.worker=test_preflight:ActorOfItsOwn",
+        "roles.rollout.worker=test_preflight:RolloutOfNothing",
+        "trainer.sinks=['test_preflight:sink_of_old', 'test_preflight:none']", "rollout.temperature=0",
+    )  # fmt: skip
+    assert "SyntaxError" in found["reward.0.name"]
+    assert "unexpected keyword argument 'max_prompt_tokens'" in found["rollout.engine"]
+    assert "without reads, prepare, has_signal, loss" in found["algorithm.name"]
+    assert "is called as ActorOfItsOwn(context, config=config)" in found["roles.actor.worker"]
+    assert "no generate, load_weights" in found["roles.rollout.worker"]
+    assert "'project'" in found["trainer.sinks.0"]
+    assert "no attribute 'none'" in found["trainer.sinks.1"]
+    assert "rollout.temperature" in found
+    assert len(found) == 8
+
+
+def test_an_algorithm_that_cannot_be_made_is_refused_with_its_reason(tmp_path: Path) -> None:
+    found = refused(tmp_path, "algorithm.name=test_preflight:UnlicensedAlgorithm")
+    assert "RuntimeError: no licence" in found["algorithm.name"]
+
+
+def damage_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def damage_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[1]")
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_weights, damage_index, damage_config, remove_weights])
+def test_a_damaged_model_folder_is_refused_before_a_worker_loads_it(tmp_path: Path, damage: object) -> None:
+    model = small(tmp_path).model
+    save_model(tmp_path / "model", load_model(model, seed=0), load_tokenizer(model))
+    damage(tmp_path / "model")
+    assert set(refused(tmp_path, f"model.path={tmp_path / 'model'}")) == {"model.path"}
+
+
+def test_a_folder_of_config_and_tokenizer_alone_is_no_model(tmp_path: Path) -> None:
+    shutil.copytree(BUILTIN_MODELS["tiny"], tmp_path / "model")
+    assert "no weight files" in refused(tmp_path, f"model.path={tmp_path / 'model'}")["model.path"]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_runs_folder_that_cannot_be_made_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    assert f"{tmp_path / 'file'} is a file" in refused(tmp_path, f"runs_dir={tmp_path / place}")["runs_dir"]
+
+
+def test_an_evaluation_without_a_reward_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reward: at least one reward is needed"):
+        run_evaluation(small(tmp_path, *ONE_PROCESS, "reward=[]"))
+
+
+def test_prompts_that_cannot_be_used_are_refused_together(tmp_path: Path) -> None:
+    config = small(tmp_path, *ONE_PROCESS)
+    with pytest.raises(ConfigError) as caught:
+        run_generation(config, ["1 + 1 =", "1 + " * 100, "half \udc80", "2 + " * 100], 0.0)
+    assert [problem.subject for problem in caught.value.problems] == ["prompt 1", "prompt 2", "prompt 3"]
+    with pytest.raises(ConfigError, match="prompts: there must be at least one"):
+        run_generation(config, [], 0.0)
+    for temperature in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="temperature: must be a number of at least 0"):
+            run_generation(config, ["1 + 1 ="], temperature)
+
+
+def test_rows_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    rows = ['{"prompt": "1 =", "answer": "1"}', '{"prompt": "half \\ud800", "answer": "1"}', '{"prompt": ' + "[" * 20_000]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    found = refused(tmp_path, f"data.train={tmp_path / 'data.jsonl'}", "data.options={}", "reward=[{name: exact}]")
+    assert "2 that are not, first line 2" in found["data.train"]
+    assert json.loads(rows[1])["prompt"] == "half \ud800", "valid JSON all the same"
