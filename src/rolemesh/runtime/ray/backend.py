@@ -248,7 +248,7 @@ def _start_ray(options: dict[str, Any]) -> None:
     which ends the process on the spot, does not stay.
     """
     if threading.current_thread() is not threading.main_thread():
-        ray.init(**options)
+        _init(options)
         return
     received: list[int] = []
 
@@ -259,7 +259,7 @@ def _start_ray(options: dict[str, Any]) -> None:
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ray.init(**options)
+        _init(options)
     except SystemExit:  # Ray's handler
         received.append(signal.SIGTERM)
     finally:
@@ -267,6 +267,15 @@ def _start_ray(options: dict[str, Any]) -> None:
             signal.signal(number, handler)
     if received:
         raise KeyboardInterrupt
+
+
+def _init(options: dict[str, Any]) -> None:
+    try:
+        ray.init(**options)
+    except Exception as error:  # Ray raises plain Exception when its processes do not come up in time
+        where = "on this machine" if options["address"] == "local" else f"at {options['address']}"
+        text = f"Ray did not start {where}: {_first_lines(error)}. A machine that is busy may need another try; Ray's own logs say more"
+        raise RolemeshError(text=text) from error
 
 
 async def _await(ref: Awaitable[T]) -> T:
