@@ -13,7 +13,7 @@ import torch
 from training_helpers import ONE_PROCESS, PPO, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.algorithms import Grpo
-from rolemesh.errors import ConfigError, RunStopped, WorkerError
+from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import Metrics, RunDirectory
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
 from rolemesh.training.launch import run_training
@@ -53,6 +53,11 @@ def no_return(sample: object, **options: object) -> None:
 
 def not_a_number(sample: object, **options: object) -> float:
     return float("nan")
+
+
+def removes_the_run(sample: object, **options: object) -> float:
+    shutil.rmtree(os.environ["RUN_TO_REMOVE"], ignore_errors=True)
+    return float(sample.sample)
 
 
 class LossOfNothing(Grpo):
@@ -223,6 +228,12 @@ def test_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, damaged: str) -> 
     (run.checkpoints / "step-old").mkdir()
     _, display = train(tmp_path, "trainer.steps=2", "sft=null", resume=run)
     assert any("resumed at step 1" in note and "step-2" in note and "step-old" in note for note in display.notes)
+
+
+def test_a_run_whose_directory_is_removed_ends_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_TO_REMOVE", str(tmp_path / "runs"))
+    with pytest.raises(RolemeshError, match=r"the run directory .*/runs/small-\S+ cannot be written any more"):
+        train(tmp_path, "reward=[{name: 'test_loop:removes_the_run'}]", "sft=null")
 
 
 def test_fewer_steps_than_were_done_are_refused(tmp_path: Path) -> None:

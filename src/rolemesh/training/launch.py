@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
-from rolemesh.errors import ConfigError, RunStopped, WorkerError
+from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
 from rolemesh.plan import Inventory, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
@@ -194,6 +194,7 @@ async def open_run(
     dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
     recorder = Recorder(directory, config, display)
     outcome = "failed"
+    cause: Exception | None = None
     progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
     try:
         if checkpoint is None:
@@ -219,13 +220,28 @@ async def open_run(
         outcome = "interrupted"
         raise
     except Exception as error:
-        _keep_error(directory, recorder, error)
+        cause = error
+        with _writing(directory, cause):
+            _keep_error(directory, recorder, error)
         raise
     finally:
-        recorder.events.write("end", "run", outcome)
-        directory.write_status(_status(directory, config, progress, outcome, recorder.phase, []))
-        recorder.close()
-        display.stop()
+        try:
+            with _writing(directory, cause):
+                recorder.events.write("end", "run", outcome)
+                directory.write_status(_status(directory, config, progress, outcome, recorder.phase, []))
+        finally:
+            recorder.close()
+            display.stop()
+
+
+@contextmanager
+def _writing(directory: RunDirectory, cause: Exception | None) -> Iterator[None]:
+    """The last words of a run. Raises RolemeshError where its directory takes none: it was removed, or the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        text = f"the run directory {directory.path} cannot be written any more: {type(error).__name__}: {error}"
+        raise RolemeshError(text=text + (f". What ended the run: {type(cause).__name__}: {cause}" if cause else "")) from error
 
 
 def _keep_error(directory: RunDirectory, recorder: Recorder, error: Exception) -> None:
