@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rolemesh.config import BUILTIN_MODELS, model_folder, read_model_facts
+from rolemesh.config import BUILTIN_MODELS, model_files, read_model_facts
 from rolemesh.errors import ConfigError
 
 LLAMA = {
@@ -76,22 +76,22 @@ def test_sizes_of_a_nested_language_model(folder):
 def test_built_in_models_have_a_folder_each():
     assert set(BUILTIN_MODELS) == {"tiny"}
     assert BUILTIN_MODELS["tiny"].parts[-3:] == ("rolemesh", "models", "tiny")
-    assert model_folder("tiny") == BUILTIN_MODELS["tiny"]
+    assert model_files("tiny").folder == BUILTIN_MODELS["tiny"]
     assert 100_000 < read_model_facts("tiny").parameters < 5_000_000
 
 
 def test_what_is_missing_is_named(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"no folder 'tinny'.*Did you mean 'tiny'"):
-        model_folder("tinny")
+        model_files("tinny")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        model_folder(str(tmp_path))
+        model_files(str(tmp_path))
     (tmp_path / "weights").mkdir()
     with pytest.raises(ConfigError, match=r"Did you mean '.*/weights'"):
-        model_folder(str(tmp_path / "weigths"))
+        model_files(str(tmp_path / "weigths"))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="a file"):
-        model_folder(str(file))
+    with pytest.raises(ConfigError, match="must be a GGUF file"):
+        read_model_facts(str(file))
     with pytest.raises(ConfigError, match="must give num_hidden_layers"):
         read_model_facts(folder({**LLAMA, "num_hidden_layers": None}))
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

@@ -162,7 +162,7 @@ def test_missing_shard_is_named(folder):
 
 @pytest.mark.parametrize("path", ["no/such-model", "tini"])
 def test_missing_folder_is_refused(path):
-    with pytest.raises(ConfigError, match=rf"model\.path: must be a Hugging Face folder .*; found no folder '{path}'"):
+    with pytest.raises(ConfigError, match=rf"model\.path: must be a Hugging Face folder, .*found no folder '{path}'"):
         load_model(ModelConfig(path=path), seed=0)
 
 

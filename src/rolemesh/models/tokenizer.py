@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files
 from rolemesh.config.packaged import local_path
@@ -50,7 +51,24 @@ def _read(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase
 @lru_cache(maxsize=4)
 def _gguf_tokenizer(files: ModelFiles, changed: int) -> PreTrainedTokenizerBase:
     """Reading one takes seconds, and every checkpoint wants it. `changed` is the time of the file's last change, in ns."""
-    return AutoTokenizer.from_pretrained(**files.for_transformers, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(**files.for_transformers, local_files_only=True)
+    return _without_made_up_tokens(tokenizer, gguf_header(files.main).values.get("tokenizer.ggml.tokens"))
+
+
+def _without_made_up_tokens(tokenizer: PreTrainedTokenizerBase, count: int | None) -> PreTrainedTokenizerBase:
+    """The tokenizer with the `count` tokens that its file has, and no other.
+
+    Behind a byte-level vocabulary without `<|endoftext|>`, transformers adds it, with an id for which the model has no embedding.
+    """
+    written = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = [token for token in written["added_tokens"] if count is None or token["id"] < count]
+    if len(kept) == len(written["added_tokens"]):
+        return tokenizer
+    special = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    backend = Tokenizer.from_str(json.dumps(written | {"added_tokens": kept}))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=tokenizer.chat_template, name_or_path=tokenizer.name_or_path, **special
+    )
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:
