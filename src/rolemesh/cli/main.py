@@ -64,10 +64,15 @@ def evaluate(
     arguments: Arguments = None,
     run: Annotated[str | None, typer.Option(help="Evaluate the newest checkpoint of this run instead of a recipe's model.")] = None,
     runs_dir: RunsDir = Path("runs"),
+    samples: Annotated[int | None, typer.Option(help="Sample so many answers a prompt, and estimate pass@k from them.")] = None,
+    k: Annotated[str, typer.Option("--k", help="Values of k for pass@k, with commas between them.")] = "1",
+    temperature: Annotated[float | None, typer.Option(help="Temperature of these samples (default: rollout.temperature).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Accuracy on the held-out prompts, greedy."""
-    running.evaluate(arguments or [], run, runs_dir, as_json=as_json)
+    """Accuracy on the held-out prompts: greedy, or pass@k from several samples. By source where there are several."""
+    sampling = running.Sampling(samples=samples, k=k, temperature=temperature)
+    running.evaluate(arguments or [], run, runs_dir, sampling, output=output, as_json=as_json)
 
 
 @app.command()

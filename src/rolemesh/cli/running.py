@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from rolemesh.cli.options import overrides_only, recipe_and_overrides
-from rolemesh.config import load_config
-from rolemesh.errors import ConfigError
-from rolemesh.observe import RunDirectory, find_run
+from rolemesh.config import Config, load_config
+from rolemesh.errors import ConfigError, Problem
+from rolemesh.observe import RunDirectory, find_run, write_json
 from rolemesh.observe.console import TrainingDisplay
 from rolemesh.training.checkpoint import newest
 
@@ -52,17 +53,62 @@ def sft(arguments: list[str]) -> None:
     typer.echo(f"The model is in {folder}. Train on from it with model.path={folder}")
 
 
-def evaluate(arguments: list[str], run: str | None, runs_dir: Path, *, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What `rolemesh eval` was told about samples."""
+
+    samples: int | None
+    k: str
+    temperature: float | None
+
+    def checked(self, config: Config) -> tuple[int, tuple[int, ...], float] | None:
+        """(answers a prompt, values of k, temperature); None for greedy answers. Raises ConfigError with everything that is wrong."""
+        if self.samples is None:
+            if self.temperature is not None or self.k != "1":
+                raise ConfigError.one("--samples", "is needed for --k and --temperature", "none", "Write for example --samples 16 --k 1,8")
+            return None
+        temperature = config.rollout.temperature if self.temperature is None else self.temperature
+        words = [word.strip() for word in self.k.split(",")]
+        ks = [int(word) for word in words if word.isascii() and word.isdigit()]
+        problems = []
+        if self.samples < 1:
+            problems.append(Problem(subject="--samples", need="must be at least 1", free=str(self.samples)))
+        elif len(ks) < len(words) or not all(1 <= k <= self.samples for k in ks):
+            need = f"must be whole numbers from 1 to --samples={self.samples}, with commas between them"
+            problems.append(Problem(subject="--k", need=need, free=repr(self.k), remedy="Write for example --samples 16 --k 1,8"))
+        if not temperature > 0:
+            remedy = "Leave --samples out for greedy answers"
+            problems.append(
+                Problem(subject="--temperature", need="must be above 0 for several samples", free=f"{temperature:g}", remedy=remedy)
+            )
+        if problems:
+            raise ConfigError(problems=problems)
+        return self.samples, tuple(dict.fromkeys(ks)), temperature
+
+
+def evaluate(arguments: list[str], run: str | None, runs_dir: Path, sampling: Sampling, *, output: Path | None, as_json: bool) -> None:
     """See `rolemesh eval --help`."""
     if run is None:
         config = load_config(*recipe_and_overrides(arguments))
     else:
         directory = find_run(runs_dir, run)
         config = load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
+    asked = sampling.checked(config)
     _prepare_process()
+    from rolemesh.training import evaluation
     from rolemesh.training.tasks import run_evaluation
 
-    found = run_evaluation(config)
+    how = evaluation.Sampling(samples=asked[0], ks=asked[1], temperature=asked[2]) if asked is not None else None
+    found = run_evaluation(config, how)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        told = {
+            "model": config.model.path,
+            "samples": asked[0] if asked else 1,
+            "temperature": asked[2] if asked else 0.0,
+            "seed": config.seed,
+        }
+        write_json(output, told | found)
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files
-from rolemesh.config.packaged import local_path
-from rolemesh.config.schema import Config
+from rolemesh.config.packaged import PACKAGE, local_path
+from rolemesh.config.schema import Config, SourceConfig
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
@@ -102,16 +103,36 @@ def _tokenizer(text: str) -> Iterator[Problem]:
 
 
 def _data(config: Config) -> Iterator[Problem]:
-    yield from _source("data.train", config.data.train)
-    if config.data.eval is not None:
-        yield from _source("data.eval", config.data.eval)
-    if "{prompt}" not in config.data.prompt_template:
-        yield Problem(
-            subject="data.prompt_template",
-            need="must contain {prompt}, which is replaced by the prompt",
-            free=repr(config.data.prompt_template),
-            remedy="Write for example data.prompt_template='Question: {prompt} Answer:'",
-        )
+    data = config.data
+    yield from _sources("data.train", data.train)
+    if data.eval is not None:
+        yield from _sources("data.eval", data.eval)
+    templates = [("data.prompt_template", data.prompt_template)]
+    for option, sources in (("data.train", data.train), ("data.eval", data.eval or ())):
+        templates += [(f"{option}.{number}.prompt_template", source.prompt_template or "{prompt}") for number, source in enumerate(sources)]
+    for subject, template in templates:
+        if "{prompt}" not in template:
+            yield Problem(
+                subject=subject,
+                need="must contain {prompt}, which is replaced by the prompt",
+                free=repr(template),
+                remedy=f"Write for example {subject}='Question: {{prompt}} Answer:'",
+            )
+
+
+def _sources(option: str, sources: Sequence[SourceConfig]) -> Iterator[Problem]:
+    if not sources:
+        yield Problem(subject=option, need="at least one source is needed", free="none", remedy=f"Write {option}=FILE.jsonl")
+    for number, source in enumerate(sources):
+        yield from _source(option if len(sources) == 1 else f"{option}.{number}", source.path)
+    for label, count in Counter(source.label for source in sources).items():
+        if count > 1:
+            yield Problem(
+                subject=option,
+                need="sources must have different names",
+                free=f"{count} of the name {label!r}",
+                remedy=f"Set {option}.<n>.name for these",
+            )
 
 
 def _source(subject: str, text: str) -> Iterator[Problem]:
@@ -121,13 +142,15 @@ def _source(subject: str, text: str) -> Iterator[Problem]:
         yield from error.problems
         return
     scheme = _SCHEME.match(text)
-    if scheme and not path.exists():
+    if scheme and scheme[1] != PACKAGE.rstrip(":") and not path.exists():
         yield from _task(subject, scheme[1], scheme[2])
+    elif path.is_dir():
+        yield from _saved_dataset(subject, path)
     elif path.suffix not in DATA_SUFFIXES:
         task = f" For a reasoning-gym task write {REASONING_GYM}:{text}" if _WORD.match(text) else ""
         yield Problem(
             subject=subject,
-            need=f"must be a {' or '.join(DATA_SUFFIXES)} file, or a task like {REASONING_GYM}:chain_sum",
+            need=f"must be a {' or '.join(DATA_SUFFIXES)} file, the folder of a saved dataset, or a task like {REASONING_GYM}:chain_sum",
             free=repr(text),
             remedy=f"Convert the file to one of these formats.{task}",
         )
@@ -141,6 +164,19 @@ def _source(subject: str, text: str) -> Iterator[Problem]:
             free=f"no file {text!r}",
             remedy=f"{_did_you_mean(path.name, found)}Paths are relative to the folder where the command runs ({Path.cwd()})",
         )
+
+
+def _saved_dataset(subject: str, folder: Path) -> Iterator[Problem]:
+    """A folder must be what `save_to_disk` of Hugging Face `datasets` leaves for one split."""
+    if (folder / "state.json").is_file():
+        return
+    splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
+    yield Problem(
+        subject=subject,
+        need="a folder must hold one saved dataset (state.json)",
+        free=f"the splits {', '.join(splits)}" if splits else f"no state.json in {folder}",
+        remedy=f"Name one of them: {subject}={folder / splits[0]}" if splits else "Save it with `dataset.save_to_disk(folder)`",
+    )
 
 
 def _task(subject: str, scheme: str, task: str) -> Iterator[Problem]:

@@ -70,6 +70,8 @@ def options(model: type[Section] = Config, prefix: str = "") -> Iterator[Option]
         elif found.kind == "section":
             yield from options(found.model, f"{place}.")
         else:
+            if found.model.short is not None:  # a text will do, so the list is an option itself
+                yield Option(name=place, words=words_of(info), default=default_text(info), help=info.description or "")
             yield from options(found.model, f"{place}.{placeholder(name, found)}.")
 
 
@@ -79,11 +81,15 @@ def option_names() -> list[str]:
 
 
 def default_text(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
     value = info.get_default(call_default_factory=False)
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, tuple):
-        value = list(value)
+        value = [getattr(item, item.short) if isinstance(item, Section) and item.short else item for item in value]
+        found = branch(info.annotation)
+        value = value[0] if found is not None and len(value) == 1 else value
     return "not set" if value is None else show(value)
 
 
@@ -127,7 +133,7 @@ def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(type_words(argument, metadata) for argument in arguments)
     found = branch(annotation)
     if found is not None and found.kind == "list":
-        return "a list, each item a mapping of options"
+        return f"{'text or ' if found.model.short else ''}a list, each item a mapping of options"
     if found is not None and found.kind == "mapping":
         return "a mapping of names to options"
     if found is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
 from rolemesh.config.options import Branch, branch, locate
-from rolemesh.config.schema import Config, Section
+from rolemesh.config.schema import Config, Section, spelled_out
 from rolemesh.config.yaml_text import YamlProblem, parse_yaml, show
 from rolemesh.errors import Problem
 
@@ -36,8 +36,8 @@ def _merged_branch(found: Branch, old: Any, value: Any) -> Any:
         return merge(found.model, old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
     if found.kind == "mapping" and isinstance(value, Mapping):
         return {name: _entry(found.model, part) for name, part in value.items()}
-    if found.kind == "list" and isinstance(value, list):
-        return [_entry(found.model, part) for part in value]
+    if found.kind == "list" and isinstance(listed := spelled_out(found.model, value), list):
+        return [_entry(found.model, part) for part in listed]
     return value
 
 

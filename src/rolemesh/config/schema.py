@@ -8,9 +8,9 @@ between fields live in `config/checks.py`, so that all of them are reported in o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -22,6 +22,8 @@ class Section(BaseModel):
     """Base of all sections: frozen, strict about names, with docstrings as field descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    short: ClassVar[str | None] = None
+    """Option that a text stands for: where a list of such sections is due, a text means one section with this option alone."""
 
 
 class ModelConfig(Section):
@@ -40,20 +42,68 @@ class ModelConfig(Section):
     """Run Python code that comes with the model folder. Off unless you know its author."""
 
 
+class SourceConfig(Section):
+    """One source of prompts."""
+
+    short: ClassVar[str | None] = "path"
+
+    path: str
+    """A `.parquet` or `.jsonl` file, a Hugging Face dataset saved to disk (the folder of one split), either of them inside an installed
+    package (`package:NAME/FILE`), or a reasoning-gym task such as `reasoning_gym:chain_sum`."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts among several sources, in proportion to the weights of the others; kept exactly, not by chance."""
+    name: str | None = None
+    """Value of the column `source`; by default the rows' own column `source`, else the name of the file, dataset or task."""
+    options: dict[str, Any] | None = None
+    """Settings of the task; those of `data` when not set."""
+    size: Positive | None = None
+    """Number of problems of a task; that of `data` when not set."""
+    prompt_key: str | None = None
+    """Column with the prompt; that of `data` when not set."""
+    answer_key: str | None = None
+    """Column with the reference answer; that of `data` when not set."""
+    prompt_template: str | None = None
+    """Text around each prompt; that of `data` when not set."""
+
+    @property
+    def label(self) -> str:
+        """What to call the source: its name, or that of the file, dataset or task."""
+        place = Path(self.path.rpartition(":")[2])
+        split_of_a_dataset = not place.suffix and (place.parent / "dataset_dict.json").is_file()
+        return self.name or (place.parent.name if split_of_a_dataset else place.stem)
+
+
+def spelled_out(section: type[Section], value: Any) -> Any:
+    """A text where a list of sections is due, or in such a list, as the section it stands for; any other value as it is."""
+    if section.short is None:
+        return value
+    if isinstance(value, str):
+        return [{section.short: value}]
+    return [{section.short: item} if isinstance(item, str) else item for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_sources(value: Any) -> Any:
+    listed = spelled_out(SourceConfig, value)
+    return tuple(listed) if isinstance(listed, list) else listed
+
+
+Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_sources)]
+
+
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: str = "reasoning_gym:chain_sum"
-    """A `.parquet` or `.jsonl` file, or a reasoning-gym task such as `reasoning_gym:chain_sum`."""
-    eval: str | None = None
-    """Held-out prompts, same forms as `train`. By default the same task with other seeds, or rows set aside of the file `train`; then at
-    most a fifth of the prompts."""
+    train: Sources = (SourceConfig(path="reasoning_gym:chain_sum"),)
+    """Where prompts come from: a `path` as below, or a list of sources, drawn by their weights."""
+    eval: Annotated[tuple[SourceConfig, ...] | None, BeforeValidator(_as_sources)] = None
+    """Held-out prompts, same forms as `train`. By default of every source the same task with other seeds, or rows set aside of the file;
+    then at most a fifth of its prompts."""
     options: dict[str, Any] = {}
     """Settings of the reasoning-gym task, for example `{min_terms: 2, max_terms: 2}`."""
     size: Annotated[int, Field(gt=0, le=100_000_000)] = 100_000
     """Number of problems of a generated task; files bring their own."""
     eval_size: Positive = 256
-    """Number of held-out prompts used for one evaluation."""
+    """Number of held-out prompts used for one evaluation, of several sources by their weights."""
     prompt_key: str = "prompt"
     """Column of the file that holds the prompt: text, or a list of chat messages."""
     answer_key: str = "answer"
@@ -140,6 +190,8 @@ class RewardConfig(Section):
     """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`)."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
+    sources: tuple[str, ...] | None = None
+    """Data sources (values of the column `source`) whose answers it scores; all when not set."""
     threshold: float | None = None
     """Scores at or above it count 1, others 0; for verifiers that give partial credit to wrong answers."""
     options: dict[str, Any] = {}

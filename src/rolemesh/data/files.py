@@ -1,4 +1,4 @@
-"""Problems from `.jsonl` and `.parquet` files, checked row by row before anything starts. Called by `data.sources`."""
+"""Problems from `.jsonl` and `.parquet` files and saved datasets, checked row by row before anything starts. Called by `data.sources`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rolemesh.data.saved import data_files, read_saved_dataset
 from rolemesh.data.sources import Problem
 from rolemesh.errors import ConfigError
 from rolemesh.errors import Problem as Wrong
@@ -32,27 +33,37 @@ class _Rows(Protocol):
 
 
 class FileSource:
-    """The rows of one file. Columns other than prompt, answer and source go into `Problem.task`.
+    """The rows of one file or saved dataset. Columns other than prompt, answer and source go into `Problem.task`.
 
-    Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those there are), and for rows whose
+    `name` is the source of every row; without it that of the column `source`, or `label`. `options` is the option that holds the keys,
+    for messages. Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those there are), and for rows whose
     prompt, answer or source cannot be used, counted by reason.
     """
 
     generated: ClassVar[bool] = False
 
-    def __init__(self, path: Path, *, prompt_key: str, answer_key: str, subject: str) -> None:
-        if not path.is_file():
+    def __init__(
+        self,
+        path: Path,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        subject: str,
+        label: str | None = None,
+        name: str | None = None,
+        options: str = "data",
+    ) -> None:
+        if not path.exists():
             raise ConfigError.one(subject, "the file must exist", f"no file {path}", f"Paths are relative to {Path.cwd()}")
-        self.name = path.stem
+        self.name = name or label or path.stem
+        self._given_name, self._options = name, options
         self._prompt_key, self._answer_key = prompt_key, answer_key
-        self._rows: _Rows = _JsonLines(path, subject) if path.suffix == ".jsonl" else _Parquet(path, subject)
+        self._rows: _Rows = _JsonLines(path, subject) if path.suffix == ".jsonl" else _Table(path, subject)
         if not len(self._rows):
             raise ConfigError.one(subject, "must hold at least one problem", f"no rows in {path}")
         self._check_columns(path, subject)
         self._summary = self._check_rows(path, subject)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._fingerprint = hashlib.sha256(f"{digest} {prompt_key} {answer_key}".encode()).hexdigest()
+        self._fingerprint = hashlib.sha256(f"{_digest(path)} {prompt_key} {answer_key}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,7 +72,7 @@ class FileSource:
         row = self._rows.row(index)
         prompt, answer = row.pop(self._prompt_key), _answer(row.pop(self._answer_key, None))
         source = row.pop(SOURCE_KEY, self.name)
-        return Problem(prompt=prompt, answer=answer, task=row, source=source)
+        return Problem(prompt=prompt, answer=answer, task=row, source=self._given_name or source)
 
     def fingerprint(self) -> str:
         """Covers the bytes of the file and the keys, not its path."""
@@ -72,12 +83,12 @@ class FileSource:
 
     def _check_columns(self, path: Path, subject: str) -> None:
         problems = []
-        for option, key in (("data.prompt_key", self._prompt_key), ("data.answer_key", self._answer_key)):
+        for option, key in ((f"{self._options}.prompt_key", self._prompt_key), (f"{self._options}.answer_key", self._answer_key)):
             if key not in self._rows.columns:
                 hint = nearest(key, self._rows.columns)
                 guess = f"Did you mean {hint}? " if hint else ""
                 remedy = f"{guess}Set {option} to one of them"
-                if option == "data.answer_key":
+                if option.endswith(".answer_key"):
                     remedy += "; problems without a reference answer need the column with nulls in it"
                 found = f"columns {', '.join(self._rows.columns)}"
                 problems.append(Wrong(subject=option, need=f"{subject} ({path}) must have the column {key!r}", free=found, remedy=remedy))
@@ -93,7 +104,7 @@ class FileSource:
             for reason in self._complaints(row):
                 bad[reason] += 1
                 first.setdefault(reason, number)
-            source = row.get(SOURCE_KEY, self.name)
+            source = self._given_name or row.get(SOURCE_KEY, self.name)
             counts = summary[str(source)]
             counts["rows"] += 1
             counts["answer"] += _answer(row.get(self._answer_key)) is not None
@@ -109,7 +120,7 @@ class FileSource:
         return self._prompt_key, self._answer_key, SOURCE_KEY
 
     def _complaints(self, row: Row) -> Iterator[str]:
-        prompt, answer, source = row.get(self._prompt_key), row.get(self._answer_key), row.get(SOURCE_KEY, self.name)
+        prompt, answer, source = row.get(self._prompt_key), row.get(self._answer_key), self._given_name or row.get(SOURCE_KEY, self.name)
         if prompt is None:
             yield "a null prompt"
         elif isinstance(prompt, str):
@@ -176,15 +187,15 @@ class _JsonLines:
         return dict(json.loads(self._lines[index]))
 
 
-class _Parquet:
-    """A Parquet file as one Arrow table in memory."""
+class _Table:
+    """A Parquet file or saved dataset as one Arrow table; that of a saved dataset stays on disk and is read as it is used."""
 
     def __init__(self, path: Path, subject: str) -> None:
+        saved = path.is_dir()
         try:
-            with pq.ParquetFile(path, memory_map=True) as file:
-                self._table = file.read()
+            self._table = read_saved_dataset(path, subject) if saved else _read_parquet(path)
         except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError.one(subject, f"{path} must be a Parquet file", str(error)) from error
+            raise ConfigError.one(subject, f"{path} must be a {'saved dataset' if saved else 'Parquet file'}", str(error)) from error
         self.columns = tuple(self._table.column_names)
         unfit = [f"{field.name} ({field.type})" for field in self._table.schema if not _is_plain(field.type)]
         if unfit:
@@ -200,6 +211,21 @@ class _Parquet:
 
     def row(self, index: int) -> Row:
         return {name: self._table.column(name)[index].as_py() for name in self.columns}
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    with pq.ParquetFile(path, memory_map=True) as file:
+        return file.read()
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, or of each data file of a saved dataset."""
+    parts = data_files(path) if path.is_dir() else [path]
+    digests = []
+    for part in parts:
+        with part.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return " ".join(digests)
 
 
 def _is_plain(kind: pa.DataType) -> bool:

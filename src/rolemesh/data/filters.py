@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -43,6 +43,16 @@ class PromptReport(Mapping[str, int]):
     """Held-out sets: usable problems beyond `data.eval_size`."""
     answers_too_long: int = 0
     """Draws that supervised batches left out because the answer exceeds the limit."""
+
+    @classmethod
+    def merged(cls, reports: Sequence[PromptReport]) -> PromptReport:
+        """The reports of several sources in one."""
+        whole = cls(source=" + ".join(report.source for report in reports), problems=sum(report.problems for report in reports))
+        for report in reports:
+            whole.kept, whole.cut, whole.unused = whole.kept + report.kept, whole.cut + report.cut, whole.unused + report.unused
+            whole.removed.update(report.removed)
+            whole.answers_too_long += report.answers_too_long
+        return whole
 
     @property
     def checked(self) -> int:

@@ -33,16 +33,28 @@ class GeneratedSource:
 
     generated: ClassVar[bool] = True
 
-    def __init__(self, task: str, *, options: Mapping[str, Any], size: int, seed: int, subject: str) -> None:
-        _check_task(task, options, subject)
+    def __init__(
+        self,
+        task: str,
+        *,
+        options: Mapping[str, Any],
+        size: int,
+        seed: int,
+        subject: str,
+        name: str | None = None,
+        where: str = "data.options",
+    ) -> None:
+        """`name` is that of the source, by default the task's; `where` the option that holds `options`, for messages."""
+        _check_task(task, options, subject, where)
         _check_hash_seed(task, subject)
-        self.name = task
+        self.name = name or task
+        self._task = task
         self._options = dict(options)
         self._size = size
         try:
             self._dataset = reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
         except (AssertionError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError.one("data.options", f"must suit the task {task}", f"{self._options}: {error}") from error
+            raise ConfigError.one(where, f"must suit the task {task}", f"{self._options}: {error}") from error
         first = [self._entry(index) for index in range(self._probed)]
         identity = {"task": task, "options": self._options, "size": size, "seed": seed, "first": first}
         self._fingerprint = hashlib.sha256(str(dump_task(identity)).encode()).hexdigest()
@@ -59,7 +71,7 @@ class GeneratedSource:
 
     def problem(self, index: int) -> Problem:
         entry = self._entry(index)
-        task = {"task": self.name, "options": self._options, "entry": entry}
+        task = {"task": self._task, "options": self._options, "entry": entry}
         return Problem(prompt=entry["question"], answer=entry["answer"], task=task, source=self.name)
 
     def fingerprint(self) -> str:
@@ -73,7 +85,7 @@ class GeneratedSource:
         return {self.name: {"rows": len(self), "answer": answered, **{f"task.{key}": len(self) for key in probe[0].task}}}
 
 
-def _check_task(task: str, options: Mapping[str, Any], subject: str) -> None:
+def _check_task(task: str, options: Mapping[str, Any], subject: str, where: str) -> None:
     """Raise ConfigError for an unknown task, and for options that it does not have, all at once."""
     if task not in DATASETS:
         hint = nearest(task, DATASETS)
@@ -83,15 +95,15 @@ def _check_task(task: str, options: Mapping[str, Any], subject: str) -> None:
     problems = []
     for name in options:
         if name in OWN_OPTIONS:
-            problems.append(Wrong(subject=f"data.options.{name}", need=f"cannot be set: {OWN_OPTIONS[name]}", free=repr(options[name])))
+            problems.append(Wrong(subject=f"{where}.{name}", need=f"cannot be set: {OWN_OPTIONS[name]}", free=repr(options[name])))
         elif name not in known:
             hint = nearest(name, known)
             remedy = f"Did you mean {hint}?" if hint else f"It has {', '.join(sorted(known)) or 'none'}"
-            problems.append(Wrong(subject=f"data.options.{name}", need=f"the task {task} has no such option", remedy=remedy))
+            problems.append(Wrong(subject=f"{where}.{name}", need=f"the task {task} has no such option", remedy=remedy))
     try:
         json.dumps(dict(options))
     except TypeError as error:
-        problems.append(Wrong(subject="data.options", need="must be plain YAML values", free=str(error)))
+        problems.append(Wrong(subject=where, need="must be plain YAML values", free=str(error)))
     if problems:
         raise ConfigError(problems=problems)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from rolemesh.batch import Batch
-from rolemesh.config.schema import Config, DataConfig
+from rolemesh.config.schema import Config, DataConfig, SourceConfig
 from rolemesh.data.filters import DUPLICATE, OVERLONG, Look, PromptFilter, PromptReport, Tokenizer, prompt_batch
+from rolemesh.data.mixture import PromptMixture, merged_summary, shares
 from rolemesh.data.prompts import CHECKED_UP_FRONT, PromptStream
 from rolemesh.data.sft import refuse_unanswered
-from rolemesh.data.sources import ProblemSource, derive_seed, open_source
+from rolemesh.data.sources import ProblemSource, derive_seed, open_source, source_config
 from rolemesh.errors import ConfigError
 
 LARGEST_SHARE: Final = 0.2
@@ -27,57 +29,127 @@ class EvalSet:
     prompts: Batch
     keys: frozenset[str]
     """Keys of the problems that training must not see: those of `prompts`, and all others of `data.eval`."""
-    report: PromptReport
+    reports: Sequence[PromptReport]
+    """One for each source."""
+    summary: dict[str, dict[str, int]]
+    """As of `ProblemSource`, where `data.eval` gives other sources than those of training."""
 
     def __len__(self) -> int:
         return self.prompts.num_rows
+
+    @property
+    def report(self) -> PromptReport:
+        """The reports of all sources in one."""
+        return PromptReport.merged(self.reports)
 
     def batch(self) -> Batch:
         """All prompts: columns as of `PromptStream.draw`."""
         return self.prompts
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptStream, EvalSet]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A source with the `data` section as it holds for it."""
+
+    source: ProblemSource
+    config: DataConfig
+    subject: str
+    weight: float
+
+
+def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptMixture, EvalSet]:
     """Training prompts, and held-out ones that share no prompt with them.
 
-    Held-out prompts come from `data.eval`. Without it they come from a generated training task by another seed, or are set aside from
-    the rows of a training file; then they take at most a fifth of the training prompts. Raises ConfigError.
+    Held-out prompts come from `data.eval`. Without it they come, for each source, from a generated training task by another seed, or are
+    set aside from the rows of a training file; then they take at most a fifth of its prompts. Raises ConfigError.
     """
     train, held_out = _open_both(config, tokenizer)
-    return PromptStream(config.data, train, tokenizer, derive_seed(config.seed, "order"), held_out.keys), held_out
+    return _mixture(config, train, "order", tokenizer, held_out.keys), held_out
 
 
-def open_sft_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
+def open_sft_prompts(config: Config, tokenizer: Tokenizer) -> PromptMixture:
     """The training prompts in another order, for supervised batches. Its draw numbers are its own. Raises ConfigError."""
     train, held_out = _open_both(config, tokenizer)
-    refuse_unanswered(train.summary())
-    return PromptStream(config.data, train, tokenizer, derive_seed(config.seed, "sft order"), held_out.keys)
+    refuse_unanswered(merged_summary([opened.source.summary() for opened in train]))
+    return _mixture(config, train, "sft order", tokenizer, held_out.keys)
 
 
-def _open_both(config: Config, tokenizer: Tokenizer) -> tuple[ProblemSource, EvalSet]:
+def _mixture(config: Config, train: Sequence[_Opened], purpose: str, tokenizer: Tokenizer, exclude: Collection[str]) -> PromptMixture:
+    streams = [
+        PromptStream(opened.config, opened.source, tokenizer, _seed(config, purpose, number), exclude, subject=opened.subject)
+        for number, opened in enumerate(train)
+    ]
+    return PromptMixture(streams, [opened.weight for opened in train])
+
+
+def _seed(config: Config, purpose: str, number: int) -> int:
+    return derive_seed(config.seed, f"{purpose} {number}" if number else purpose)
+
+
+def _open_both(config: Config, tokenizer: Tokenizer) -> tuple[list[_Opened], EvalSet]:
     data = config.data
-    train = open_source(data.train, data, subject="data.train", size=data.size, seed=derive_seed(config.seed, "train"))
-    if data.eval is None and not train.generated:
-        source = train
-    else:
-        seed = derive_seed(config.seed, "eval")
-        source = open_source(data.eval or data.train, data, subject="data.eval", size=data.eval_size, seed=seed)
-    return train, _hold_out(config, source, train, tokenizer)
+    train = [_open(config, "train", number, len(data.train), source, None) for number, source in enumerate(data.train)]
+    given = data.train if data.eval is None else data.eval
+    parts = []
+    for number, size in enumerate(shares(data.eval_size, [source.weight for source in given])):
+        if data.eval is None and not train[number].source.generated:
+            held_out = train[number]
+        else:
+            held_out = _open(config, "eval", number, len(given), given[number], size)
+        parts.append(_hold_out(config, held_out, size, train[number].source if data.eval is None else None, tokenizer, number))
+    return train, _eval_set(parts, merged_summary([part.source.summary() for part in parts]) if data.eval is not None else {})
 
 
-def _hold_out(config: Config, source: ProblemSource, train: ProblemSource, tokenizer: Tokenizer) -> EvalSet:
-    data = config.data
+def _open(config: Config, option: str, number: int, count: int, source: SourceConfig, size: int | None) -> _Opened:
+    """Open one source of `data.train` or `data.eval`, which has `count` of them; `size` is that of a generated task, if not its own."""
+    own = source_config(config.data, source)
+    subject = f"data.{option}.{number}" if count > 1 else f"data.{option}"
+    opened = open_source(
+        source,
+        own,
+        subject=subject,
+        size=own.size if size is None else size,
+        seed=_seed(config, option, number),
+        options=subject if count > 1 else "data",
+    )
+    return _Opened(source=opened, config=own, subject=subject, weight=source.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeldOut:
+    """What one source gives for evaluation."""
+
+    source: ProblemSource
+    looks: list[Look]
+    keys: frozenset[str]
+    report: PromptReport
+
+
+def _eval_set(parts: Sequence[_HeldOut], summary: dict[str, dict[str, int]]) -> EvalSet:
+    looks = [look for part in parts for look in part.looks]
+    return EvalSet(
+        name=" + ".join(part.source.name for part in parts),
+        prompts=prompt_batch(looks, list(range(len(looks)))),
+        keys=frozenset().union(*(part.keys for part in parts)),
+        reports=[part.report for part in parts],
+        summary=summary,
+    )
+
+
+def _hold_out(config: Config, opened: _Opened, size: int, train: ProblemSource | None, tokenizer: Tokenizer, number: int) -> _HeldOut:
+    """At most `size` prompts of a source; `train` is the source of training prompts that they are taken from, if they are."""
+    source = opened.source
     report = PromptReport(source=f"data.eval {source.name}", problems=len(source))
-    looks = _look_through(data, source, tokenizer, report)
+    looks = _look_through(opened.config, source, tokenizer, report)
     kept = [look for look in looks if look.reason is None]
     if not kept:
         raise ConfigError.one("data.eval", "at least one prompt must be left", str(report), "Change the limits of the data section")
-    affordable = len(kept) if data.eval is not None else _affordable(train, kept)
-    chosen = np.random.default_rng(derive_seed(config.seed, "eval order")).permutation(len(kept))[: min(data.eval_size, affordable)]
+    affordable = len(kept) if train is None else _affordable(train, kept)
+    chosen = np.random.default_rng(_seed(config, "eval order", number)).permutation(len(kept))[: min(size, affordable)]
     used = [kept[index] for index in sorted(chosen)]
     report.kept, report.unused, report.cut = len(used), len(kept) - len(used), sum(look.cut for look in used)
-    keys = frozenset(look.problem.key for look in (used if data.eval is None else looks))
-    return EvalSet(name=source.name, prompts=prompt_batch(used, list(range(len(used)))), keys=keys, report=report)
+    keys = frozenset(look.problem.key for look in (looks if train is None else used))
+    return _HeldOut(source=source, looks=used, keys=keys, report=report)
 
 
 def _look_through(data: DataConfig, source: ProblemSource, tokenizer: Tokenizer, report: PromptReport) -> list[Look]:

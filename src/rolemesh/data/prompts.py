@@ -1,4 +1,4 @@
-"""The stream of training prompts: filtered, shuffled, resumable, every draw numbered. Called by sessions and loops."""
+"""The stream of training prompts: filtered, shuffled, resumable, every draw numbered. Called by `data.mixture`."""
 
 from __future__ import annotations
 
@@ -55,10 +55,18 @@ class PromptStream:
 
     def draw(self, n: int) -> Batch:
         """The next n prompts: columns draw, sample (0), source, prompt, prompt_ids, answer, task."""
-        looks = [self._next() for _ in range(n)]
         draws = list(range(self._draws, self._draws + n))
-        self._draws += n
-        return prompt_batch(looks, draws)
+        return prompt_batch([self.take() for _ in range(n)], draws)
+
+    def take(self) -> Look:
+        """The next prompt alone, for a mixture, which numbers its draws itself."""
+        look = self._next()
+        self._draws += 1
+        return look
+
+    def leave_out(self, count: int) -> None:
+        """Count draws that supervised batches leave out because of long answers."""
+        self.report.answers_too_long += count
 
     @property
     def epoch(self) -> int:

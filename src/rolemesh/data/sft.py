@@ -8,11 +8,12 @@ import numpy as np
 
 from rolemesh.batch import Batch
 from rolemesh.data.filters import Tokenizer
+from rolemesh.data.mixture import PromptMixture
 from rolemesh.data.prompts import PromptStream
 from rolemesh.errors import ConfigError
 
 
-def sft_batch(stream: PromptStream, n: int, tokenizer: Tokenizer, max_response_tokens: int) -> Batch:
+def sft_batch(stream: PromptStream | PromptMixture, n: int, tokenizer: Tokenizer, max_response_tokens: int) -> Batch:
     """The next n problems: columns draw, sample, source, prompt_ids, response_ids (answer and end token), token_weight.
 
     `token_weight` is 1 / (response tokens of the batch): the loss, a weighted sum, is the mean over tokens. An answer longer than
@@ -23,7 +24,7 @@ def sft_batch(stream: PromptStream, n: int, tokenizer: Tokenizer, max_response_t
     missing, rejected = n, 0
     while missing:
         batch, fitting = _answered(stream.draw(missing), tokenizer, max_response_tokens)
-        stream.report.answers_too_long += len(batch) - len(fitting)
+        stream.leave_out(len(batch) - len(fitting))
         rejected = 0 if fitting else rejected + len(batch)
         if rejected >= stream.report.problems:
             raise _none_fits(stream, max_response_tokens)
@@ -59,7 +60,7 @@ def _unanswered(found: str) -> ConfigError:
     )
 
 
-def _none_fits(stream: PromptStream, limit: int) -> ConfigError:
+def _none_fits(stream: PromptStream | PromptMixture, limit: int) -> ConfigError:
     return ConfigError.one(
         "data.max_response_tokens",
         "must leave room for reference answers and an end token",

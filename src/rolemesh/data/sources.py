@@ -1,4 +1,4 @@
-"""Where problems come from: `open_source` turns `data.train` or `data.eval` into a `ProblemSource`. Called by `data.prompts`."""
+"""Where problems come from: `open_source` turns an entry of `data.train` or `data.eval` into a `ProblemSource`. Called by `data.held_out`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 from rolemesh.config.packaged import local_path
-from rolemesh.config.schema import DataConfig
+from rolemesh.config.schema import DataConfig, SourceConfig
 from rolemesh.errors import ConfigError
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
@@ -64,19 +64,40 @@ def derive_seed(seed: int, purpose: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{purpose}:{seed}".encode()).digest()[:4], "big") >> 1
 
 
-def open_source(text: str, config: DataConfig, *, subject: str, size: int, seed: int) -> ProblemSource:
-    """The source that `text` names: `reasoning_gym:TASK`, or a `.jsonl` or `.parquet` file.
+def source_config(data: DataConfig, source: SourceConfig) -> DataConfig:
+    """The `data` section as it holds for one source."""
+    own = ("options", "size", "prompt_key", "answer_key", "prompt_template")
+    return data.model_copy(update={name: value for name in own if (value := getattr(source, name)) is not None})
 
-    `size` and `seed` are those of a generated task; `subject` is the config key for messages. Raises ConfigError when the source cannot
-    be used.
+
+def open_source(
+    source: str | SourceConfig, config: DataConfig, *, subject: str, size: int, seed: int, options: str = "data"
+) -> ProblemSource:
+    """The source of this path: `reasoning_gym:TASK`, a `.jsonl` or `.parquet` file, or a saved dataset.
+
+    `config` is that of the source (`source_config`); `size` and `seed` are those of a generated task. `subject` is the option for
+    messages, and `options` the one that holds keys and settings of the task. Raises ConfigError when the source cannot be used.
     """
-    if text.startswith(GENERATED):
+    given = SourceConfig(path=source) if isinstance(source, str) else source
+    if given.path.startswith(GENERATED):
         from rolemesh.data.generated import GeneratedSource  # imports reasoning-gym, which takes a second
 
-        return GeneratedSource(text.removeprefix(GENERATED), options=config.options, size=size, seed=seed, subject=subject)
+        task = given.path.removeprefix(GENERATED)
+        where = f"{options}.options"
+        return GeneratedSource(task, options=config.options, size=size, seed=seed, subject=subject, name=given.name, where=where)
     from rolemesh.data.files import FileSource
 
-    path = local_path(text, subject=subject)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError.one(subject, f"must be a .jsonl or .parquet file, or a task like {GENERATED}chain_sum", repr(text))
-    return FileSource(path, prompt_key=config.prompt_key, answer_key=config.answer_key, subject=subject)
+    path = local_path(given.path, subject=subject)
+    if path.suffix not in (".jsonl", ".parquet") and not path.is_dir():
+        raise ConfigError.one(
+            subject, f"must be a .jsonl or .parquet file, a saved dataset, or a task like {GENERATED}chain_sum", repr(given.path)
+        )
+    return FileSource(
+        path,
+        prompt_key=config.prompt_key,
+        answer_key=config.answer_key,
+        subject=subject,
+        label=given.label,
+        name=given.name,
+        options=options,
+    )

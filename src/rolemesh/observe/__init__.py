@@ -5,7 +5,7 @@ imports torch or Ray. The display is not among the names below, so that workers 
 `from rolemesh.observe.console import TrainingDisplay`.
 """
 
-from rolemesh.observe.catalogue import METRICS, MetricInfo, describe, metrics_reference
+from rolemesh.observe.catalogue import METRICS, MetricInfo, describe, metric_part, metrics_reference
 from rolemesh.observe.events import STAGES, Event, EventLog, Stage
 from rolemesh.observe.files import JsonLines, read_json_lines, write_json, write_text
 from rolemesh.observe.metrics import Metrics
@@ -34,6 +34,7 @@ __all__ = [
     "describe",
     "find_run",
     "list_runs",
+    "metric_part",
     "metrics_reference",
     "read_json_lines",
     "write_json",

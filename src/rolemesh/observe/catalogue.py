@@ -29,6 +29,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("step", "count", "loop", "number of the step, from 1; the row of an evaluation before training has step 0"),
     ("step/skipped", "count", "loop", "1 when the update of the step was left out because no group had any spread in its rewards"),
     ("reward/mean", "reward", "reward", "mean total reward of the samples that were scored"),
+    ("reward/mean/<source>", "reward", "reward", "the same for each of several data sources (from 2 to 32 of them)"),
     ("reward/std", "reward", "reward", "standard deviation of the total reward over the samples that were scored"),
     ("reward/max", "reward", "reward", "largest total reward"),
     ("reward/min", "reward", "reward", "smallest total reward"),
@@ -66,6 +67,10 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("eval/reward_mean", "reward", "loop", "mean total reward of the held-out answers that were scored"),
     ("eval/samples", "samples", "loop", "held-out answers"),
     ("eval/failed", "samples", "loop", "held-out answers that could not be scored"),
+    ("eval/accuracy/<source>", "share", "loop", "the same for each of several data sources; so with the three that follow"),
+    ("eval/reward_mean/<source>", "reward", "loop", "mean total reward of the scored answers to this source"),
+    ("eval/samples/<source>", "samples", "loop", "held-out answers to this source"),
+    ("eval/failed/<source>", "samples", "loop", "of these, answers that could not be scored"),
     ("policy/loss", "loss", "actor", "mean loss of the policy for a unit of `token_weight`"),
     ("policy/ratio_mean", "ratio", "actor", "mean probability ratio of trainer to engine over the trained tokens"),
     ("policy/ratio_max_deviation", "ratio", "actor", "largest distance of a token's ratio from 1"),
@@ -116,6 +121,8 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("samples/masked", "samples", "loop", "answers that arrived and were left out of the loss, for instance without a reward"),
     ("samples/lost", "samples", "loop", "answers that were asked for and are neither trained, skipped nor masked"),
     ("data/removed/<reason>", "prompts", "data", "prompts removed before training for this reason"),
+    ("data/removed/<reason>/<source>", "prompts", "data", "the same for each of several data sources"),
+    ("samples/drawn/<source>", "samples", "loop", "answers that were asked for, for each of several data sources (from 2 to 32 of them)"),
     ("sft/loss", "nat", "actor", "supervised fine-tuning: mean negative log-likelihood of a target token"),
     ("sft/grad_norm", "norm", "actor", "supervised fine-tuning: global gradient norm before clipping"),
     ("sft/learning_rate", "rate", "actor", "supervised fine-tuning: learning rate of the step"),
@@ -139,6 +146,11 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 _PATTERNS: Final = [(_pattern(name), info) for name, info in METRICS.items() if "<" in name]
+
+
+def metric_part(text: str) -> str:
+    """A text, such as the name of a data source, as one part of a metric's name."""
+    return text.replace("/", "_")
 
 
 def describe(name: str) -> MetricInfo | None:

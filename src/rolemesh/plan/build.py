@@ -131,9 +131,9 @@ def _derived(
         "optimizer_steps": trainer.steps * trainer.minibatches * trainer.epochs,
         "samples": samples * trainer.steps,
     }
-    if config.data.train.startswith("reasoning_gym:"):
-        # The size of a file is known only to who reads it.
-        derived["steps_per_epoch"] = round(config.data.size / trainer.prompts_per_step, 2)
+    if len(config.data.train) == 1 and config.data.train[0].path.startswith("reasoning_gym:"):
+        # The size of a file is known only to who reads it, and several sources have an epoch each.
+        derived["steps_per_epoch"] = round((config.data.train[0].size or config.data.size) / trainer.prompts_per_step, 2)
     if facts is not None:
         derived["parameters"] = facts.parameters
     slots = {(worker.pool, worker.slot) for worker in workers if worker.slot is not None}

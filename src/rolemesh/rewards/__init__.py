@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolemesh.rewards.builtin import REWARDS
-    from rolemesh.rewards.check import check_rewards
+    from rolemesh.rewards.check import check_rewards, full_reward
     from rolemesh.rewards.declare import reward_function
     from rolemesh.rewards.inprocess import InProcess
     from rolemesh.rewards.outcome import Outcome, concat_scored, outcome_columns, top_errors
@@ -27,6 +27,7 @@ __all__ = [
     "ScoringPool",
     "check_rewards",
     "concat_scored",
+    "full_reward",
     "outcome_columns",
     "reward_function",
     "top_errors",
@@ -34,7 +35,7 @@ __all__ = [
 
 _HOMES = {
     "builtin": ("REWARDS",),
-    "check": ("check_rewards",),
+    "check": ("check_rewards", "full_reward"),
     "declare": ("reward_function",),
     "inprocess": ("InProcess",),
     "outcome": ("Outcome", "concat_scored", "outcome_columns", "top_errors"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from rolemesh.config.schema import RewardConfig
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.registry import nearest, resolve
 from rolemesh.rewards.builtin import REWARDS
 from rolemesh.rewards.declare import declared_check, declared_needs, declared_sources
+
+MOST_LISTED: Final = 20
+"""Names that a message lists."""
 
 Sources: TypeAlias = Mapping[str, Mapping[str, int]]
 """By data source: number of `rows`, and how many have an `answer` and each `task.KEY` (a missing key means none)."""
@@ -27,9 +30,45 @@ def check_rewards(configs: Sequence[RewardConfig], sources: Sources | None = Non
             problems.extend(error.problems)
             continue
         problems.extend(_call_problems(number, config, function))
-        problems.extend(_source_problems(number, config, function, sources or {}))
+        mine = {source: counts for source, counts in (sources or {}).items() if scores_source(config, source)}
+        problems.extend(_source_problems(number, config, function, mine))
+    if sources:
+        problems.extend(_binding_problems(configs, sources))
     if problems:
         raise ConfigError(problems=problems)
+
+
+def scores_source(config: RewardConfig, source: str) -> bool:
+    """Whether a reward scores answers to the prompts of a source."""
+    return config.sources is None or source in config.sources
+
+
+def full_reward(configs: Sequence[RewardConfig], source: str) -> float:
+    """The reward of an answer that all functions for its source give 1: the sum of their positive weights."""
+    return sum(max(config.weight, 0.0) for config in configs if scores_source(config, source))
+
+
+def _binding_problems(configs: Sequence[RewardConfig], sources: Sources) -> Iterator[Problem]:
+    """Sources that rewards name and the data do not have, and sources without any reward."""
+    for number, config in enumerate(configs):
+        for name in config.sources or ():
+            if name not in sources:
+                hint = nearest(name, sources)
+                yield Problem(
+                    subject=f"reward.{number}.sources",
+                    need=f"must name data sources: {', '.join(sorted(sources)[:MOST_LISTED])}",
+                    free=repr(name),
+                    remedy=f"Did you mean {hint!r}?" if hint else "Correct it, or give the source this name (data.train.<n>.name)",
+                )
+    unscored = [source for source in sources if not any(scores_source(config, source) for config in configs)]
+    if unscored and configs:
+        rows = ", ".join(f"{source!r} ({sources[source]['rows']} rows)" for source in unscored[:MOST_LISTED])
+        yield Problem(
+            subject="reward",
+            need="every data source needs a reward that scores it",
+            free=rows,
+            remedy="Add them to reward.<n>.sources, or leave that out",
+        )
 
 
 def _call_problems(number: int, config: RewardConfig, function: Any) -> Iterator[Problem]:

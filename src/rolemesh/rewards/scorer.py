@@ -18,6 +18,7 @@ from rolemesh.config.schema import RewardConfig
 from rolemesh.errors import RolemeshError
 from rolemesh.protocols.reward import Sample
 from rolemesh.protocols.task import load_task
+from rolemesh.rewards.check import scores_source
 from rolemesh.rewards.outcome import Outcome, Status, outcome_columns
 from rolemesh.rewards.results import Extra
 from rolemesh.rewards.work import Answer, Executor, Fault, Work
@@ -87,21 +88,23 @@ class RewardScorer:
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """One outcome for each sample, in their order.
 
-        The reward is the sum of weight * score. A sample has none if a function failed, by raising, ending its process or returning
+        The reward is the sum of weight * score over the functions for the sample's source. A sample has none if a function failed, by raising, ending its process or returning
         something else than a number (`error`), took too long (`timeout`), gave a number that is not finite (`not_finite`), or None
         (`abstained`); the first of these that applies.
 
         Raises RewardError when a function failed for every sample of this call, and has never worked before or has failed on at least
         two prompts since it last did (one prompt alone may be at fault).
         """
-        works = [Work(part=part, sample=sample) for part in range(len(self._parts)) for sample in samples]
-        answers = self._executor.run(works)
-        columns = []
-        for number, part in enumerate(self._parts):
-            scores = [_judged(part, answer) for answer in answers[number * len(samples) : (number + 1) * len(samples)]]
-            _refuse_broken(part, samples, scores)
-            columns.append(scores)
-        return [self._outcome([column[row] for column in columns]) for row in range(len(samples))]
+        rows = [[row for row, sample in enumerate(samples) if scores_source(part.config, sample.source)] for part in self._parts]
+        works = [Work(part=part, sample=samples[row]) for part, mine in enumerate(rows) for row in mine]
+        answers = iter(self._executor.run(works))
+        scored: list[list[tuple[_Part, _Score]]] = [[] for _ in samples]
+        for part, mine in zip(self._parts, rows, strict=True):
+            scores = [_judged(part, next(answers)) for _ in mine]
+            _refuse_broken(part, [samples[row] for row in mine], scores)
+            for row, score in zip(mine, scores, strict=True):
+                scored[row].append((part, score))
+        return [self._outcome(named) for named in scored]
 
     def score_batch(self, batch: Batch) -> Batch:
         """The same rows with `reward`, `reward_status` and `extra/...`. Reads source, prompt, response, answer, task, finish_reason.
@@ -110,15 +113,18 @@ class RewardScorer:
         """
         return batch.select([]).with_columns(outcome_columns(self.score(samples_of(batch))))
 
-    def _outcome(self, scores: Sequence[_Score]) -> Outcome:
-        named = list(zip(self._parts, scores, strict=True))
+    def _outcome(self, named: Sequence[tuple[_Part, _Score]]) -> Outcome:
+        scores = [score for _, score in named]
+        several = len(self._parts) > 1
         extras: dict[str, Any] = {}
         for part, score in named:
-            prefix = f"{part.name}/" if len(named) > 1 else ""
+            prefix = f"{part.name}/" if several else ""
             extras |= {prefix + key: value for key, value in score.extras.items()}
-            if len(named) > 1:
+            if several:
                 extras[part.name] = score.value
         parts = {part.name: score.value for part, score in named}
+        if not named:
+            return Outcome(reward=None, status="error", error="no reward scores its data source")
         status = next(status for status in _PRECEDENCE if status == "ok" or any(score.status == status for score in scores))
         if status != "ok":
             error = "; ".join(_describe(part, score) for part, score in named if score.status in ("error", "timeout", "not_finite"))
@@ -160,6 +166,8 @@ def samples_of(batch: Batch) -> list[Sample]:
 
 
 def _refuse_broken(part: _Part, samples: Sequence[Sample], scores: Sequence[_Score]) -> None:
+    if not scores:  # none of these samples is its business
+        return
     faults = [score.fault for score in scores if score.fault is not None]
     if len(faults) < len(scores):
         part.worked, part.failing_draws = True, set()

@@ -147,7 +147,7 @@ async def _train(
     async with open_run(prepared, directory, backend, display, checkpoint=checkpoint) as run:
         _stop_at_step_end_on_signals(run)
         display.start(run.config.trainer.steps, run.progress.step, read_json_lines(directory.metrics))
-        for report in (run.prompts.report, run.eval_set.report):
+        for report in (*run.prompts.reports, *run.eval_set.reports):
             run.recorder.display.note(str(report))
         try:
             await loop(run)

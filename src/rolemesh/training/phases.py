@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.data import sft_batch
 from rolemesh.errors import RunStopped
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from rolemesh.observe import Metrics
+from rolemesh.observe import Metrics, metric_part
 from rolemesh.runtime import together
 from rolemesh.training import checkpoint, evaluation, health
 from rolemesh.training.run import StepBatch, TrainingRun
@@ -48,6 +52,9 @@ def draw(run: TrainingRun) -> BatchRef:
     with run.recorder.span("draw"):
         prompts = run.prompts.draw(run.config.trainer.prompts_per_step)
         run.recorder.metrics.sum("samples/drawn", len(prompts) * run.config.algorithm.group_size)
+        if run.prompts.told_apart:
+            for source, count in Counter(prompts.scalars("source")).items():
+                run.recorder.metrics.sum(f"samples/drawn/{metric_part(source)}", count * run.config.algorithm.group_size)
         return run.session.store(prompts).repeat(run.config.algorithm.group_size)
 
 
@@ -80,7 +87,8 @@ async def advantages(run: TrainingRun, scored: BatchRef) -> StepBatch:
     groups = run.session.groups
     if CRITIC in groups:
         scored = scored.join(await groups[CRITIC].estimate(scored, kl_coefficient=run.kl_coefficient))
-    reads = dict.fromkeys(("reward", *run.algorithm.reads, *(("kl",) if REF in groups else ())))
+    by_source = ("source",) if run.prompts.told_apart else ()
+    reads = dict.fromkeys(("reward", *by_source, *run.algorithm.reads, *(("kl",) if REF in groups else ())))
     numbers = await run.session.read(scored, tuple(reads))
     with run.recorder.span("advantages"):
         prepared = run.algorithm.prepare(numbers, run.recorder.metrics)
@@ -101,6 +109,13 @@ def _record_rewards(batch: Batch, metrics: Metrics) -> None:
         metrics.min("reward/min", valid.min())
     metrics.sum("reward/failed", len(rewards) - len(valid))
     metrics.mean("response_length/mean", lengths.mean())
+    if "source" in batch.names:
+        _record_rewards_by_source(rewards, list(batch.scalars("source")), metrics)
+
+
+def _record_rewards_by_source(rewards: NDArray[np.float64], sources: Sequence[str], metrics: Metrics) -> None:
+    for source, reward in zip(sources, rewards, strict=True):
+        metrics.mean(f"reward/mean/{metric_part(source)}", reward, weight=np.isfinite(reward))
 
 
 async def update(run: TrainingRun, step: StepBatch) -> None:
@@ -170,10 +185,15 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
         run.progress.kl_coefficient = adapted
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
+<<<<<<< HEAD
         await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
     run.recorder.end_step(
         step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed
     )
+=======
+        await run.session.groups["reward"].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
+    run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.removed())
+>>>>>>> 31832f2 (Several sources of prompts in exact proportions, saved datasets, rewards bound to sources, pass@k)
     health.check(run)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 from rolemesh.algorithms import ALGORITHMS, create_algorithm
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
-from rolemesh.data import EvalSet, PromptStream, open_prompts, open_sft_prompts
+from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
+from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import check_weights, load_config, load_tokenizer
@@ -32,25 +33,29 @@ class Prepared:
     config: Config
     plan: Plan
     tokenizer: PreTrainedTokenizerBase
-    prompts: PromptStream
+    prompts: PromptMixture
     eval_set: EvalSet
-    sft_prompts: PromptStream | None
+    sft_prompts: PromptMixture | None
 
 
-def prepare(config: Config, inventory: Inventory, *, training: bool = True, warm_start: bool = True) -> Prepared:
+def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Prepared:
     """Check everything. Raises ConfigError with all problems of config, model, data, rewards and plan, or ResourceError when only the
-    plan has some. `training` off allows what only evaluation may do (temperature 0, for one); `warm_start` off leaves out the data of
-    the `sft` section, where it is not used (any more)."""
+    plan has some. `warm_start` off leaves out the data of the `sft` section, where it is not used (any more). `roles` names those that
+    will be started, for evaluation or generation: what only training needs is not asked for then, nor is room for other roles."""
+    training = roles is None
     problems = list(check_config(config, training=training, builtins=_builtin_names()))
     readable = _collect(problems, lambda: load_config(config.model)) is not None
     _collect(problems, lambda: check_weights(config.model))
     tokenizer = _collect(problems, lambda: load_tokenizer(config.model)) if readable else None
     opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
     sft_prompts = None
-    if opened is not None and config.sft is not None and warm_start:
+    if opened is not None and config.sft is not None and warm_start and training:
         sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer))
-    sources = opened[0].source.summary() if opened is not None else None
-    _collect(problems, lambda: check_rewards(config.reward, sources))
+    if opened is None:
+        _collect(problems, lambda: check_rewards(config.reward))
+    else:  # held-out answers are scored by the same functions
+        prompts, held_out = opened
+        _collect(problems, lambda: check_rewards(config.reward, merged_summary([prompts.summary(), held_out.summary])))
     if training:
         _collect(problems, lambda: create_algorithm(config))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
@@ -58,7 +63,7 @@ def prepare(config: Config, inventory: Inventory, *, training: bool = True, warm
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     placed = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
-    plan = build_plan(config, inventory) if placed else None
+    plan = build_plan(_with_roles(config, roles), inventory) if placed else None
     if problems:
         raise ConfigError(problems=[*problems, *(plan.problems if plan is not None else ())])
     assert tokenizer is not None
@@ -67,6 +72,15 @@ def prepare(config: Config, inventory: Inventory, *, training: bool = True, warm
     if plan.problems:
         raise ResourceError(problems=plan.problems)
     return Prepared(config=config, plan=plan, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
+
+
+def _with_roles(config: Config, names: Sequence[str] | None) -> Config:
+    """The config with these roles alone and the pools that they use."""
+    if names is None:
+        return config
+    roles = {name: role for name, role in config.roles.items() if name in names}
+    used = {role.pool for role in roles.values()}
+    return config.model_copy(update={"roles": roles, "pools": {name: pool for name, pool in config.pools.items() if name in used}})
 
 
 def _builtin_names() -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
-from rolemesh.data import EvalSet, PromptStream
+from rolemesh.data import EvalSet, PromptMixture
 from rolemesh.observe import RunDirectory
 from rolemesh.protocols.algorithm import Algorithm, StepTerms
 from rolemesh.training.recorder import Recorder
@@ -55,8 +55,8 @@ class TrainingRun:
     session: Session
     recorder: Recorder
     algorithm: Algorithm
-    prompts: PromptStream
-    sft_prompts: PromptStream | None
+    prompts: PromptMixture
+    sft_prompts: PromptMixture | None
     eval_set: EvalSet
     progress: Progress = field(default_factory=Progress)
     interrupted: bool = False

@@ -41,16 +41,19 @@ def run_sft(config: Config, display: Display) -> Path:
         return run_on(backend, main())
 
 
-def run_evaluation(config: Config) -> dict[str, float]:
-    """Held-out accuracy of the config's model."""
+def run_evaluation(config: Config, sampling: evaluation.Sampling | None = None) -> dict[str, float]:
+    """How well the config's model answers the held-out prompts: greedily, or by several samples a prompt."""
     inventory = local_inventory()
-    prepared = prepare(config, inventory, training=False, warm_start=False)
+    roles = ["rollout", "reward"]
+    prepared = prepare(config, inventory, roles=roles)
     backend = backend_for(config, inventory)
 
     async def main() -> dict[str, float]:
-        async with _session(prepared, backend, ["rollout", "reward"]) as session:
+        async with _session(prepared, backend, roles) as session:
             await session.groups["rollout"].serve_folder(0)
-            return await evaluation.held_out(session, prepared.eval_set, 0)
+            if sampling is None:
+                return await evaluation.held_out(session, prepared.eval_set, 0)
+            return await evaluation.sampled(session, prepared.eval_set, 0, sampling)
 
     return run_on(backend, main())
 
@@ -63,7 +66,7 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError.one("temperature", "must be a number of at least 0", str(temperature), "0 is greedy, 1 samples as in training")
     inventory = local_inventory()
-    prepared = prepare(config, inventory, training=False, warm_start=False)
+    prepared = prepare(config, inventory, roles=["rollout"])
     ids = _encoded(prepared, prompts)
     backend = backend_for(config, inventory)
 
