@@ -36,8 +36,8 @@ class FileSource:
     """The rows of one file or saved dataset. Columns other than prompt, answer and source go into `Problem.task`.
 
     `name` is the source of every row; without it that of the column `source`, or `label`. `options` is the option that holds the keys,
-    for messages. Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those there are), and for rows whose
-    prompt, answer or source cannot be used, counted by reason.
+    for messages. Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those there are), and
+    for rows whose prompt, answer or source cannot be used, counted by reason.
     """
 
     generated: ClassVar[bool] = False

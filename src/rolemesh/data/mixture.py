@@ -11,7 +11,6 @@ from rolemesh.data.filters import PromptReport, prompt_batch
 from rolemesh.data.prompts import PromptStream
 from rolemesh.errors import ConfigError
 
-
 MOST_TOLD_APART: Final = 32
 """Sources up to which metrics are kept by source."""
 

@@ -1,4 +1,4 @@
-"""Where problems come from: `open_source` turns an entry of `data.train` or `data.eval` into a `ProblemSource`. Called by `data.held_out`."""
+"""Where problems come from: `open_source` opens an entry of `data.train` or `data.eval` as `ProblemSource`. Called by `data.held_out`."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ class RewardScorer:
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """One outcome for each sample, in their order.
 
-        The reward is the sum of weight * score over the functions for the sample's source. A sample has none if a function failed, by raising, ending its process or returning
-        something else than a number (`error`), took too long (`timeout`), gave a number that is not finite (`not_finite`), or None
-        (`abstained`); the first of these that applies.
+        The reward is the sum of weight * score over the functions for the sample's source. A sample has none if a function failed, by
+        raising, ending its process or returning something else than a number (`error`), took too long (`timeout`), gave a number that
+        is not finite (`not_finite`), or None (`abstained`); the first of these that applies.
 
         Raises RewardError when a function failed for every sample of this call, and has never worked before or has failed on at least
         two prompts since it last did (one prompt alone may be at fault).
