@@ -53,7 +53,7 @@ def test_renamed_options_lead_to_options_that_exist():
         (TrainerConfig, "sinks", "a list, each item text"),
         (PoolConfig, "gpus", "a whole number of at least 0"),
         (DataConfig, "overlong", "one of error, left, right, drop"),
-        (DataConfig, "eval", "text or null"),
+        (DataConfig, "eval", "text or a list, each item a mapping of options or null"),
     ],
 )
 def test_types_in_plain_words(model, field, words):

@@ -185,15 +185,8 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
         run.progress.kl_coefficient = adapted
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
-<<<<<<< HEAD
         await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
-    run.recorder.end_step(
-        step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.report.removed
-    )
-=======
-        await run.session.groups["reward"].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
     run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.removed())
->>>>>>> 31832f2 (Several sources of prompts in exact proportions, saved datasets, rewards bound to sources, pass@k)
     health.check(run)
 
 
