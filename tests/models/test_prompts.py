@@ -58,3 +58,26 @@ def test_messages_without_chat_are_refused(tokenizer):
 def test_chat_without_template_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"data.chat: the tokenizer must have a chat template; found none in .*tiny"):
         encode_prompt(tokenizer, "hi", chat=True)
+
+
+def test_C19_system_message_of_the_template_itself_comes_once_and_after_one_bos(tokenizer):
+    own = "{% if messages[0].role != 'system' %}<bos>[system]Be brief.{% endif %}"
+    tokenizer.chat_template = own + PLAIN
+    assert encode_prompt(tokenizer, "hi", chat=True) == [BOS, *body(tokenizer, "[system]Be brief.[user]hi[assistant]")]
+    given = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    assert encode_prompt(tokenizer, given, chat=True) == [BOS, *body(tokenizer, "[system]Be kind.[user]hi[assistant]")]
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}", "System role not supported"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ messages[", "unexpected"),
+    ],
+)
+def test_messages_that_a_template_refuses_are_a_config_error_with_their_roles(tokenizer, template, found):
+    tokenizer.chat_template = template
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    with pytest.raises(ConfigError, match=rf"data\.chat: the chat template of .*tiny must accept the prompts.*{found}.*system, user"):
+        encode_prompt(tokenizer, messages, chat=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rolemesh.errors import ConfigError
@@ -16,7 +17,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
     """Token ids of a text, or of chat messages through the tokenizer's template (with `chat`; a text is then one user message).
 
     The ids begin with exactly one BOS if the tokenizer has one: whether the template, the text or the tokenizer itself writes none, one
-    or several makes no difference. Raises ConfigError for messages without `chat`, and for `chat` without a template.
+    or several makes no difference. Raises ConfigError for messages without `chat`, for `chat` without a template, and for
+    messages that the template refuses.
     """
     text = render_prompt(tokenizer, prompt, chat=chat)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -42,4 +44,14 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
             "Set data.chat=false and write the format into data.prompt_template, or add chat_template.jinja to the tokenizer",
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        # templates refuse what their model never saw, such as a system message or two turns of one role
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ConfigError.one(
+            "data.chat",
+            f"the chat template of {tokenizer.name_or_path} must accept the prompts",
+            f"{error or type(error).__name__} (messages of {roles})",
+            "Change these messages, or the chat_template.jinja of the tokenizer",
+        ) from error
