@@ -199,3 +199,13 @@ def test_an_interrupt_at_any_moment_ends_every_process(tmp_path: Path, moment: s
     assert left_over(mark) == []
     (path,) = (tmp_path / "runs").iterdir()
     assert RunDirectory.open(path).read_status()["state"] == "interrupted"
+
+
+def test_eval_samples_prints_and_writes_pass_at_k(tmp_path: Path) -> None:
+    small = ("backend=local", "pools.main.nodes=[1]", "data.eval_size=4", "data.size=5000", "data.max_response_tokens=3", "rollout.slots=8")
+    done = rolemesh(tmp_path, "eval", *small, "--samples", "3", "--k", "1,3", "--output", "results/eval.json", "--json")
+    assert done.returncode == 0, done.stderr
+    printed, written = json.loads(done.stdout), json.loads((tmp_path / "results" / "eval.json").read_text())
+    assert printed.keys() == {"eval/pass@1", "eval/pass@3", "eval/reward_mean", "eval/samples", "eval/failed"}
+    assert printed["eval/samples"] == 12
+    assert written == printed | {"model": "tiny", "samples": 3, "temperature": 1.0, "seed": 0}

@@ -100,7 +100,8 @@ def test_a_prompt_held_out_of_one_source_is_not_trained_on_through_another(jsonl
 
 def test_C12_removed_prompts_are_counted_by_source_and_reason(jsonl, tokenizer):
     long = [{"prompt": "1 2 3 4 5", "answer": "1"}] * 2
-    train = [{"path": str(jsonl([*numbers(100, 20), *long], "low.jsonl"))}, {"path": str(jsonl([*numbers(200, 20), long[0]], "high.jsonl"))}]
+    files = {"low.jsonl": [*numbers(100, 20), *long], "high.jsonl": [*numbers(200, 20), long[0]]}
+    train = [{"path": str(jsonl(rows, name))} for name, rows in files.items()]
     stream, _ = open_prompts(config_of(train, overlong="drop", max_prompt_tokens=4), tokenizer)
     assert stream.removed() == {
         "overlong": 3, "overlong/low": 2, "overlong/high": 1, "in_eval": 4, "in_eval/low": 2, "in_eval/high": 2,
@@ -123,7 +124,7 @@ def test_every_source_has_keys_template_and_task_options_of_its_own(jsonl):
     stream, held_out = open_prompts(config_of(train, size=300, eval_size=9), load_tokenizer(ModelConfig()))
     assert [report.problems for report in stream.reports] == [20, 900, 300]
     batch = stream.draw(30)
-    texts = {source: text for source, text in zip(batch.scalars("source"), batch.scalars("prompt"), strict=True)}
+    texts = dict(zip(batch.scalars("source"), batch.scalars("prompt"), strict=True))
     terms = {source: text.count(" + ") + text.count(" - ") + 1 for source, text in texts.items()}
     assert texts["rows"].startswith("Q: ")
     assert (terms["chain_sum"], terms["long sums"]) == (2, 5)

@@ -1,6 +1,8 @@
-"""Datasets that `save_to_disk` left. `fixtures/saved_datasets` was written by Hugging Face `datasets` 5.2.0 from the rows below: `sums` is a
-`DatasetDict` with the splits test (rows 0 and 1) and train (the other 10), `sharded` is that split train in three files, `shuffled` has
-all 12 rows in another order."""
+"""Datasets that `save_to_disk` left.
+
+`fixtures/saved_datasets` was written by Hugging Face `datasets` 5.2.0 from the rows below: `sums` is a `DatasetDict` with the splits test
+(rows 0 and 1) and train (the other 10), `sharded` is that split train in three files, `shuffled` has all 12 rows in another order.
+"""
 
 from __future__ import annotations
 

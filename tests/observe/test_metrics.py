@@ -111,7 +111,7 @@ def test_describe_finds_names_and_patterns():
     assert describe("time/actor/update") is METRICS["time/<role>/<call>"]
     assert describe("time/actor") is None
     assert describe("data/removed/too_long") is METRICS["data/removed/<reason>"]
-    assert describe("data/removed/too/long") is None
+    assert describe("data/removed/too/long/a/name") is None
 
 
 def test_table_holds_the_contract_of_the_run_directory():
