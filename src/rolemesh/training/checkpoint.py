@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rolemesh.training.run import TrainingRun
 
 STATE: Final = "state.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NAME: Final = re.compile(r"step-\d+")
 
 
