@@ -113,6 +113,14 @@ def test_gguf_files_that_would_be_misread_are_refused(tmp_path, extra, found):
         load_model(ModelConfig(path=str(file)), seed=0)
 
 
+def test_a_gguf_file_that_was_cut_is_refused_before_anything_starts(tied_file):
+    whole = tied_file.read_bytes()
+    tied_file.write_bytes(whole[: len(whole) - 8192])
+    (problem,) = check_config(load_config(None, [f"model.path={tied_file}"]))
+    assert problem.subject == "model.path"
+    assert f"found {len(whole) - 8192:,} bytes" in str(problem)
+
+
 def test_a_model_inside_a_package_is_found_without_importing_it(tmp_path, monkeypatch):
     package = tmp_path / "packaged_llama"
     package.mkdir()

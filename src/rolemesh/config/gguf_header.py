@@ -29,6 +29,8 @@ class GgufHeader:
     """Metadata by key: numbers, texts and lists of numbers. A list of texts (the vocabulary) is given by its length."""
     tensors: dict[str, int]
     """Number of elements by the tensor's name."""
+    least_bytes: int
+    """The file must be longer than this to hold the beginning of every tensor."""
 
     @property
     def family(self) -> str:
@@ -69,13 +71,18 @@ class _Reader:
             values[key] = self._value(self._number("I"))
         if "general.architecture" not in values:
             raise ValueError("it does not name its general.architecture")
-        return GgufHeader(values=values, tensors=dict(self._tensor() for _ in range(tensors)))
+        found = [self._tensor() for _ in range(tensors)]
+        unit = int(values.get("general.alignment") or 32)
+        start = -(-self._at // unit) * unit
+        least = start + max(place for _, _, place in found) if found else 0
+        return GgufHeader(values=values, tensors={name: size for name, size, _ in found}, least_bytes=least)
 
-    def _tensor(self) -> tuple[str, int]:
+    def _tensor(self) -> tuple[str, int, int]:
+        """(name, number of elements, place behind the beginning of the data)."""
         name = self._text()
         shape = self._take(f"{self._number('I')}Q")
-        self._take("IQ")  # number format and place of the data
-        return name, math.prod(shape)
+        _, place = self._take("IQ")  # the first is the format of the numbers
+        return name, math.prod(shape), place
 
     def _value(self, kind: int) -> Any:
         if kind in NUMBERS:

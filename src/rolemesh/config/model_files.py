@@ -102,7 +102,8 @@ def _siblings(folder: Path) -> list[str]:
 
 
 def gguf_header(file: Path) -> GgufHeader:
-    """Metadata of a GGUF file. Raises ConfigError for one that is broken, one of several parts, and one with stretched positions."""
+    """Metadata of a GGUF file. Raises ConfigError for one that is broken or cut, one of several parts, and one with scaled
+    positions."""
     try:
         header = read_gguf_header(file)
     except (ValueError, OSError) as error:
@@ -118,6 +119,10 @@ def gguf_header(file: Path) -> GgufHeader:
             str(header.size("rope.scaling.type") or "rope_freqs.weight"),
             "Use the model's folder in Hugging Face format",
         )
+    size = file.stat().st_size
+    if size <= header.least_bytes:
+        found = f"{size:,} bytes, and its tensors begin as far as byte {header.least_bytes:,}"
+        raise ConfigError.one("model.path", f"{file} must hold all of its tensors", found, "Download or copy the file again")
     return header
 
 
