@@ -1,4 +1,4 @@
-"""The demo as the README promises it: minutes on two cores, from a model that sometimes answers right to one that mostly does."""
+"""The demos as the README promises them: minutes on two cores, from a model that sometimes answers right to one that mostly does."""
 
 import json
 import subprocess
@@ -12,8 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_rises_to_nine_in_ten(tmp_path: Path, seed: int) -> None:
-    command = [sys.executable, "-m", "rolemesh.cli", "train", f"seed={seed}"]
+@pytest.mark.parametrize("recipe", ["demo", "demo-ppo"])
+def test_the_demo_rises_to_nine_in_ten(tmp_path: Path, recipe: str, seed: int) -> None:
+    command = [sys.executable, "-m", "rolemesh.cli", "train", recipe, f"seed={seed}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)
