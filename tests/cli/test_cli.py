@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rolemesh.config import load_config
 from rolemesh.observe import RunDirectory
 
 
@@ -104,6 +105,8 @@ def test_init_writes_a_recipe_that_plans_and_refuses_to_overwrite(tmp_path: Path
     done = rolemesh(tmp_path, "init", "mine")
     assert done.returncode == 0
     assert rolemesh(tmp_path / "mine", "plan", "recipe.yaml").returncode == 0
+    config = load_config(str(tmp_path / "mine" / "recipe.yaml"))
+    assert (config.name, [reward.name for reward in config.reward]) == ("mine", ["rewards:score"])
     again = rolemesh(tmp_path, "init", "mine")
     assert again.returncode == 2
     assert "recipe.yaml" in again.stderr

@@ -66,9 +66,17 @@ def test_divergence_in_the_reward_is_for_algorithms_with_rewards_of_tokens(check
 
 
 def test_model_of_the_critic_must_be_there(check, tmp_path):
-    problem = check(f"algorithm.critic_path={tmp_path}/nothing")["algorithm.critic_path"]
+    ppo = ("algorithm.name=ppo", "roles.critic.pool=main")
+    problem = check(*ppo, f"algorithm.critic_path={tmp_path}/nothing")["algorithm.critic_path"]
     assert "no folder" in problem.free
-    assert check("algorithm.critic_path=tiny") == {}
+    assert check(*ppo, "algorithm.critic_path=tiny") == {}
+    assert check(f"algorithm.critic_path={tmp_path}/nothing") == {}, "nobody reads it"
+
+
+def test_a_critic_that_warms_up_to_the_end_is_refused(check):
+    ppo = ("algorithm.name=ppo", "roles.critic.pool=main", "trainer.steps=5")
+    assert "below trainer.steps (5)" in check(*ppo, "algorithm.critic_warmup=5")["algorithm.critic_warmup"].need
+    assert check(*ppo, "algorithm.critic_warmup=4") == {}
 
 
 def test_D17_temperature_0_is_refused_for_training_only(check):

@@ -12,14 +12,15 @@ from rolemesh.protocols.backend import Process, ProcessSpec
 
 @pytest.mark.ray
 def test_a_pid_that_another_process_has_by_now_is_spared() -> None:
-    from rolemesh.runtime.ray.backend import _end
+    from rolemesh.runtime.ray.backend import _alive
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         created = psutil.Process(child.pid).create_time()
         spec = ProcessSpec(name="p", pool="pool", bundle=0)
         process = Process(spec=spec, node="n", address="a", pid=child.pid, created=created - 60, handle=None)
-        _end(process)
-        assert child.poll() is None
-        _end(replace(process, created=created))
-        assert child.wait(10) == -9
-        _end(process)
+        assert _alive(process) is None
+        mine = replace(process, created=created)
+        assert _alive(mine) == psutil.Process(child.pid)
+        child.kill()
+        child.wait(10)
+        assert _alive(mine) is None

@@ -13,6 +13,8 @@ import torch
 from training_helpers import ONE_PROCESS, PPO, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.algorithms import Grpo
+from rolemesh.config.schema import ModelConfig
+from rolemesh.engines.train import load_value_model
 from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import Metrics, RunDirectory
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
@@ -32,6 +34,10 @@ def sometimes_failing(sample: object, **options: object) -> float:
 
 def equal_rewards(sample: object, **options: object) -> float:
     return 0.0
+
+
+def abstains_at_first(sample: Any, **options: object) -> float | None:
+    return None if sample.draw == 0 else varied(sample)
 
 
 def varied(sample: Any, **options: object) -> float:
@@ -140,8 +146,8 @@ def test_ppo_trains_all_its_roles_and_begins_at_its_reference(tmp_path: Path) ->
     assert {"time/reward/score", "time/ref/logprobs", "time/critic/values", "time/critic/estimate"} <= first.keys()
     state = torch.load(run.checkpoint(2) / "critic.pt", weights_only=True)
     assert state["step"] == 8
-    head = state["model"]["head.weight"]
-    assert not torch.equal(head, torch.zeros_like(head))
+    fresh = load_value_model(ModelConfig(path="tiny"), path=None, seed=0).head.weight
+    assert not torch.equal(state["model"]["head.weight"], fresh)
 
 
 def test_a_reference_without_a_penalty_only_measures(tmp_path: Path) -> None:
@@ -151,6 +157,34 @@ def test_a_reference_without_a_penalty_only_measures(tmp_path: Path) -> None:
     assert [row["policy/kl_ref"] > 1e-6 for row in rows(run) if "policy/kl_ref" in row] == [False, True]
     for name, tensor in weights_of(plain, 2).items():
         assert torch.equal(weights_of(run, 2)[name], tensor), name
+
+
+def test_E10_a_first_minibatch_without_any_reward_is_masked_and_the_ratio_compared_in_the_next(tmp_path: Path) -> None:
+    one_prompt_each = ("trainer.minibatches=4", "trainer.steps=1", "reward=[{name: 'test_loop:abstains_at_first'}]")
+    run, _ = train(tmp_path, *one_prompt_each)
+    (row,) = [row for row in rows(run) if "reward/mean" in row]
+    assert (row["samples/masked"], row["samples/trained"], row["actor/steps_skipped_empty"]) == (4, 12, 1)
+    assert 0 < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
+
+
+def test_a_checkpoint_without_the_state_of_a_role_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=1")
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, *PPO, "trainer.steps=2", resume=run)
+    assert {problem.subject: problem.need for problem in caught.value.problems} == {
+        "roles.critic": "the checkpoint must hold critic.pt",
+        "roles.ref": "the checkpoint must hold ref.safetensors",
+    }
+    assert "model.path=" in caught.value.problems[0].remedy
+
+
+def test_a_step_that_ends_the_run_is_done_and_its_prompts_are_not_drawn_again(tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match="not finite"):
+        train(tmp_path, "trainer.steps=9", "algorithm.name=test_loop:LossOfNothing")
+    run = only_run(tmp_path)
+    state = json.loads((run.checkpoint(3) / "state.json").read_text())
+    assert state["progress"]["step"] == 3
+    assert json.dumps(state["prompts"]).count("12") > 0, "three steps of four prompts"
 
 
 def test_the_critic_warms_up_before_the_policy_moves(tmp_path: Path) -> None:
@@ -169,10 +203,23 @@ def test_the_coefficient_of_the_divergence_is_steered_and_goes_on_after_a_resume
     train(tmp_path, *steered, "trainer.steps=3", resume=run)
     found = [row["policy/kl_coefficient"] for row in rows(run) if "reward/mean" in row]
     assert found == pytest.approx([0.1, 0.098, 0.09604])
+    train(tmp_path, *steered, "trainer.steps=4", "algorithm.kl_coefficient=0.5", resume=run)
+    assert rows(run)[-2]["policy/kl_coefficient"] == 0.5, "a new start value counts"
 
 
-@pytest.mark.parametrize(("at", "more"), [(1, ()), (3, ()), (3, (*PPO, "algorithm.kl_in=reward", "algorithm.kl_target=0.01"))])
-def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("at", [1, 3])
+def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int) -> None:
+    check_resume(tmp_path, at, ())
+
+
+def test_F21_with_a_reference_a_resumed_run_samples_from_the_weights_of_its_policy(tmp_path: Path) -> None:
+    """The weights move far from the reference in each step, so that samples of the wrong ones would differ."""
+    moving = ("algorithm.kl_in=reward", "algorithm.kl_target=0.01", "trainer.learning_rate=0.01", "trainer.warmup_steps=0")
+    check_resume(tmp_path, 3, (*PPO, *moving, "reward=[{name: 'test_loop:varied'}]"))
+
+
+def check_resume(tmp_path: Path, at: int, more: tuple[str, ...]) -> None:
+    """A run that is stopped after `at` steps and resumed ends as one that nobody stopped."""
     few = (*more, "data.size=14", "trainer.save_samples_every=1", "trainer.keep_checkpoints=5")  # the data wraps around within the run
     whole, _ = train(tmp_path / "whole", "trainer.steps=4", *few)
     train(tmp_path / "cut", f"trainer.steps={at}", *few)

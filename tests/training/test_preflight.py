@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training_helpers import ONE_PROCESS, Quiet, small
+from training_helpers import ONE_PROCESS, PPO, Quiet, small
 
-from rolemesh.algorithms import Grpo
-from rolemesh.config import BUILTIN_MODELS
+from rolemesh.algorithms import Grpo, Ppo
+from rolemesh.config import BUILTIN_MODELS, load_config
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_model, load_tokenizer, save_model
 from rolemesh.roles.actor import ActorWorker
@@ -53,6 +53,42 @@ def refused(tmp_path: Path, *overrides: str) -> dict[str, str]:
     return {problem.subject: str(problem) for problem in caught.value.problems}
 
 
+class OwnPpo(Ppo):
+    pass
+
+
+class OwnGrpo(Grpo):
+    pass
+
+
+def test_what_an_own_algorithm_needs_is_compared_with_the_roles(tmp_path: Path) -> None:
+    found = refused(tmp_path, "algorithm.name=test_preflight:OwnPpo")
+    assert "algorithm test_preflight:OwnPpo needs this role" in found["roles.critic"]
+    found = refused(tmp_path, "algorithm.name=test_preflight:OwnGrpo", "roles.critic.pool=main")
+    assert "must be one with a critic" in found["roles.critic"]
+    penalty = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1", "roles.ref.pool=main")
+    found = refused(tmp_path, "algorithm.name=test_preflight:OwnGrpo", *penalty)
+    assert "its tokens have none" in found["algorithm.kl_in"]
+
+
+def test_the_critics_own_model_is_checked_as_the_policys_is(tmp_path: Path) -> None:
+    tiny = load_config("demo").model
+    folder = tmp_path / "critic"
+    save_model(folder, load_model(tiny, seed=0), load_tokenizer(tiny))
+    ppo = (*PPO, f"algorithm.critic_path={folder}")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "algorithm.critic_path" in refused(tmp_path, *ppo)
+    weights.write_bytes(whole)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "must have the vocabulary of the policy" in refused(tmp_path, *ppo)["algorithm.critic_path"]
+
+
 def test_all_foreign_code_that_does_not_fit_is_refused_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("def score(:")
     monkeypatch.syspath_prepend(tmp_path)
@@ -64,7 +100,8 @@ def test_all_foreign_code_that_does_not_fit_is_refused_in_one_go(tmp_path: Path,
     )  # fmt: skip
     assert "SyntaxError" in found["reward.0.name"]
     assert "unexpected keyword argument 'max_prompt_tokens'" in found["rollout.engine"]
-    assert "without reads, prepare, has_signal, loss" in found["algorithm.name"]
+    parts = "needs, kl_coefficient, reads, writes, actor_reads, prepare, terms, next_kl_coefficient, has_signal, loss"
+    assert f"without {parts}" in found["algorithm.name"]
     assert "is called as ActorOfItsOwn(context, config=config)" in found["roles.actor.worker"]
     assert "no generate, load_weights" in found["roles.rollout.worker"]
     assert "'project'" in found["trainer.sinks.0"]

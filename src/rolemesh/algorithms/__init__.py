@@ -14,7 +14,7 @@ from rolemesh.algorithms.grpo import Grpo
 from rolemesh.algorithms.kl import REFERENCE_READS, REFERENCE_WRITES, reference_columns
 from rolemesh.algorithms.ppo import Ppo
 from rolemesh.config.schema import AlgorithmConfig, Config
-from rolemesh.errors import ConfigError
+from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import CRITIC
 from rolemesh.protocols.algorithm import ActorCritic, Algorithm
 from rolemesh.registry import resolve
@@ -26,6 +26,10 @@ class AlgorithmFactory(Protocol):
     def __call__(self, config: AlgorithmConfig, /, *, minibatches: int) -> Algorithm: ...
 
 
+PARTS: Final = (
+    "needs", "kl_coefficient", "reads", "writes", "actor_reads", "prepare", "terms", "next_kl_coefficient", "has_signal", "loss"
+)  # fmt: skip
+"""What an algorithm must have, see `protocols.algorithm.Algorithm`."""
 ALGORITHMS: Final[dict[str, AlgorithmFactory]] = {"grpo": Grpo, "ppo": Ppo}
 """Built-in algorithms by name."""
 
@@ -42,11 +46,31 @@ def create_algorithm(config: Config) -> Algorithm:
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         raise ConfigError.one("algorithm.name", f"{name}(config, minibatches=...) must make an algorithm", found, "Mend it") from error
-    lacking = [part for part in ("reads", "prepare", "has_signal", "loss") if not hasattr(made, part)]
+    lacking = [part for part in PARTS if not hasattr(made, part)]
     if lacking:
         remedy = "See rolemesh.protocols.algorithm.Algorithm, or derive it from rolemesh.algorithms.Grpo"
         raise ConfigError.one("algorithm.name", f"{name} must make an algorithm", f"one without {', '.join(lacking)}", remedy)
     return made
+
+
+def check_needs(config: Config) -> None:
+    """Raise ConfigError when the algorithm needs a role that is not there, or there is a critic that it does not know."""
+    algorithm = create_algorithm(config)
+    name, pool = config.algorithm.name, next(iter(config.pools), "main")
+    problems = [
+        Problem(
+            subject=f"roles.{role}",
+            need=f"algorithm {name} needs this role",
+            free=f"roles {', '.join(config.roles)}",
+            remedy=f"Add roles.{role}.pool={pool}",
+        )
+        for role in algorithm.needs
+        if role not in config.roles
+    ]
+    if problems:
+        raise ConfigError(problems=problems)
+    if CRITIC in config.roles:
+        create_actor_critic(config)
 
 
 def create_actor_critic(config: Config) -> ActorCritic:
@@ -70,6 +94,7 @@ __all__ = [
     "Grpo",
     "Ppo",
     "assign_minibatches",
+    "check_needs",
     "create_actor_critic",
     "create_algorithm",
     "group_advantages",

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from rolemesh.algorithms.kl import adapted_coefficient, kl_estimate
 from rolemesh.algorithms.losses import Surrogate, clipped_surrogate
 from rolemesh.batch import Batch
 from rolemesh.config.schema import AlgorithmConfig
-from rolemesh.errors import BatchError
+from rolemesh.errors import BatchError, ConfigError
 from rolemesh.names import REF
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
@@ -23,7 +25,14 @@ from rolemesh.protocols.algorithm import StepTerms, TokenBatch
 class ClippedPolicy:
     """Base of algorithms; see `protocols.algorithm.Algorithm` for what each member is for."""
 
+    rewards_tokens: ClassVar[bool] = False
+    """Tokens have rewards of their own, so that the divergence can count there."""
+
     def __init__(self, config: AlgorithmConfig, *, minibatches: int) -> None:
+        """Raises ConfigError for `kl_in: reward` where only whole answers have rewards."""
+        if config.kl_in == "reward" and config.kl_coefficient > 0 and not self.rewards_tokens:
+            need = f"must be loss for {config.name}: an answer has one reward there, its tokens have none"
+            raise ConfigError.one("algorithm.kl_in", need, "reward", "Set algorithm.kl_in=loss, or algorithm.name=ppo")
         self.config = config
         self.minibatches = minibatches
 

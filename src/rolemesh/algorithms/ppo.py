@@ -39,6 +39,7 @@ class Ppo(ClippedPolicy):
     """Proximal policy optimization (see `protocols.algorithm.ActorCritic`)."""
 
     name: ClassVar[str] = "ppo"
+    rewards_tokens: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[str, ...]:

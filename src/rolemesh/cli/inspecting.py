@@ -70,10 +70,21 @@ def _show_status(found: dict[str, Any], console: Console) -> None:
         console.print(table)
 
 
+def _own_recipe(name: str) -> str:
+    """The demo's recipe under a name of its own and with the reward that lies beside it."""
+    demo = resources.files("rolemesh").joinpath("recipes/demo.yaml").read_text(encoding="utf-8")
+    _, _, recipe = demo.partition("name: demo\n")
+    before, reward, rest = recipe.partition("reward:\n")
+    _, pools, rest = rest.partition("pools:\n")
+    named = name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else "mine"
+    mine = "  - name: rewards:score     # the function in rewards.py, in the folder that you start from\n"
+    return f"# All options: docs/reference/options.md\nname: {named}\n{before}{reward}{mine}{pools}{rest}"
+
+
 def init(folder: Path) -> None:
     """Write `recipe.yaml` and `rewards.py`; refuses to overwrite."""
     files = {
-        "recipe.yaml": resources.files("rolemesh").joinpath("recipes/demo.yaml").read_text(encoding="utf-8"),
+        "recipe.yaml": _own_recipe(folder.resolve().name),
         "rewards.py": REWARD_EXAMPLE,
     }
     present = [name for name in files if (folder / name).exists()]
@@ -88,4 +99,4 @@ def init(folder: Path) -> None:
         raise ConfigError.one("init", f"it must be possible to write into {str(folder)!r}", found, "Name another folder") from error
     typer.echo(f"Wrote {folder / 'recipe.yaml'} and {folder / 'rewards.py'}.")
     typer.echo(f"Try: cd {shlex.quote(str(folder))}; rolemesh plan recipe.yaml")
-    typer.echo("Then: rolemesh train recipe.yaml 'reward=[{name: \"rewards:score\"}]'")
+    typer.echo("Then: rolemesh train recipe.yaml")

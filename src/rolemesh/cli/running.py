@@ -94,14 +94,21 @@ def evaluate(arguments: list[str], run: str | None, runs_dir: Path, sampling: Sa
         directory = find_run(runs_dir, run)
         config = load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
     asked = sampling.checked(config)
+    if output is not None:
+        _check_output(output)
     _prepare_process()
     from rolemesh.training import evaluation
     from rolemesh.training.tasks import run_evaluation
 
     how = evaluation.Sampling(samples=asked[0], ks=asked[1], temperature=asked[2]) if asked is not None else None
     found = run_evaluation(config, how)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        typer.echo(f"model: {config.model.path}")
+        for name, value in found.items():
+            typer.echo(f"{name}: {value:.4g}")
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         told = {
             "model": config.model.path,
             "samples": asked[0] if asked else 1,
@@ -109,11 +116,17 @@ def evaluate(arguments: list[str], run: str | None, runs_dir: Path, sampling: Sa
             "seed": config.seed,
         }
         write_json(output, told | found)
-    if as_json:
-        typer.echo(json.dumps(found))
-        return
-    for name, value in found.items():
-        typer.echo(f"{name}: {value:.4g}")
+
+
+def _check_output(file: Path) -> None:
+    """Raise ConfigError, before minutes of work, for a file that could not be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        problem = "a folder" if file.is_dir() else "a place that may not be written to" if not os.access(file.parent, os.W_OK) else ""
+    except OSError as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise ConfigError.one("--output", "must name a file that can be written", f"{problem} ({file})", "Name another file")
 
 
 def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: Path) -> None:

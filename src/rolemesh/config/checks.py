@@ -226,7 +226,14 @@ def _critic(config: Config) -> Iterator[Problem]:
             free="algorithm.name=grpo",
             remedy="Set algorithm.name=ppo, or leave the role out",
         )
-    path = config.algorithm.critic_path
+    if CRITIC in config.roles and config.algorithm.critic_warmup >= config.trainer.steps:
+        yield Problem(
+            subject="algorithm.critic_warmup",
+            need=f"must be below trainer.steps ({config.trainer.steps}), or the policy is never trained",
+            free=str(config.algorithm.critic_warmup),
+            remedy="Lower it",
+        )
+    path = config.algorithm.critic_path if CRITIC in config.roles else None
     if path is not None and path not in BUILTIN_MODELS:
         try:
             check_model_files(path)

@@ -73,8 +73,6 @@ def _source(subject: str, text: str) -> Iterator[Problem]:
             free=repr(text),
             remedy=f"Convert the file to one of these formats.{task}",
         )
-    elif path.is_dir():
-        yield Problem(subject=subject, need="must be a file", free=f"a folder {text!r}", remedy="Name one of the files in it")
     elif not path.is_file():
         hint = nearest(path.name, [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else [])
         guess = f"Did you mean {hint!r}? " if hint else ""

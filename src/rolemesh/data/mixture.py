@@ -10,6 +10,7 @@ from rolemesh.batch import Batch
 from rolemesh.data.filters import PromptReport, prompt_batch
 from rolemesh.data.prompts import PromptStream
 from rolemesh.errors import ConfigError
+from rolemesh.observe import metric_part
 
 MOST_TOLD_APART: Final = 32
 """Sources up to which metrics are kept by source."""
@@ -76,7 +77,7 @@ class PromptMixture:
             for reason, count in stream.report.removed.items():
                 counts[reason] += count
                 if len(self.streams) > 1:
-                    counts[f"{reason}/{stream.source.name}"] += count
+                    counts[f"{reason}/{metric_part(stream.source.name)}"] += count
         return dict(counts)
 
     def leave_out(self, count: int) -> None:

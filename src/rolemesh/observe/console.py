@@ -195,6 +195,8 @@ class TrainingDisplay:
             rewards = list(self._rewards.values())
             yield Text(f"{'training reward':<18} {rewards[0]:.3f} -> {rewards[-1]:.3f}  {sparkline(rewards, _PLOT_WIDTH)}")
         for key, value in summary.items():
+            if key.startswith("eval/"):
+                continue  # shown above, with its bars
             yield Text(f"{key:<18} {_plain(value)}")
 
 

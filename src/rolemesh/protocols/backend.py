@@ -139,6 +139,10 @@ class Backend(Protocol):
         """Run the controller to its end on a loop of the backend's choice."""
         ...
 
+    def stop(self) -> None:
+        """End the cluster if it is this backend's own, else leave it. Called once, after the last `run`."""
+        ...
+
     def time(self) -> float:
         """Monotonic seconds; virtual in a simulation."""
         ...

@@ -11,8 +11,10 @@ from rolemesh.rewards.exact import exact
 
 
 def _check(*, pattern: object, **options: object) -> None:
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern must be text, found {pattern!r}")
     try:
-        found = re.compile(str(pattern))
+        found = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
     if found.groups > 1:

@@ -69,12 +69,13 @@ class ActorWorker(Worker):
     def update(self, batch: Batch, *, count: int, temperature: float, terms: StepTerms) -> int:
         """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
 
-        Before the first weight change, `policy/ratio_first_minibatch_max_deviation` is the largest |ratio - 1| and
-        `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and engine. Returns the optimizer
-        steps done so far.
+        Before the first weight change, in the first mini-batch that has a token to train, `policy/ratio_first_minibatch_max_deviation`
+        is the largest |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and
+        engine. Returns the optimizer steps done so far.
         """
+        before = self.engine.step
         for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
-            loss = partial(self._loss, terms=terms, compare=(epoch, number) == (0, 0))
+            loss = partial(self._loss, terms=terms, compare=self.engine.step == before)
             with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
                 self.engine.update(rows, loss, temperature=temperature, metrics=self.metrics)
         return self.engine.step

@@ -44,6 +44,9 @@ class LocalBackend:
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
 
+    def stop(self) -> None:
+        pass  # nothing was started beside this process
+
     def time(self) -> float:
         return time.monotonic()
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rolemesh import __version__
-from rolemesh.errors import ConfigError
+from rolemesh.config.schema import Config
+from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.observe import RunDirectory, write_json
 from rolemesh.observe.files import sync_directory
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rolemesh.training.run import TrainingRun
 
 STATE: Final = "state.json"
+STATE_FILES: Final = {ACTOR: "actor.pt", CRITIC: "critic.pt", REF: "ref.safetensors"}
+"""Where the built-in worker of a role keeps its state. The reference has a file only after a warm start."""
 FORMAT: Final = 2
 _NAME: Final = re.compile(r"step-\d+")
 
@@ -47,6 +50,22 @@ async def save(run: TrainingRun) -> Path:
     for old in complete(run.directory)[: -run.config.trainer.keep_checkpoints]:
         shutil.rmtree(old)
     return final
+
+
+def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Config) -> None:
+    """Raise ConfigError when the checkpoint cannot give every role of the resumed run its state: roles or an algorithm were added, or
+    the reference, which is read from the model's own folder, would be another."""
+    warm, problems = state["progress"].get("warm_started"), []
+    for role, file in STATE_FILES.items():
+        if role in after.roles and after.roles[role].worker is None and (role != REF or warm) and not (folder / file).is_file():
+            remedy = f"Train on in a new run, with model.path={folder / 'model'} and sft=null"
+            need = f"the checkpoint must hold {file}"
+            problems.append(Problem(subject=f"roles.{role}", need=need, free=f"none in {folder}", remedy=remedy))
+    if REF in after.roles and not warm and before.model.path != after.model.path:
+        need = "must stay as it was: the reference is read from there"
+        problems.append(Problem(subject="model.path", need=need, free=after.model.path, remedy=f"Set model.path={before.model.path}"))
+    if problems:
+        raise ConfigError(problems=problems)
 
 
 async def restore(run: TrainingRun, folder: Path) -> None:

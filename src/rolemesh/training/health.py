@@ -71,7 +71,7 @@ def _signs(run: TrainingRun, row: dict[str, MetricValue]) -> Iterator[tuple[str,
             f"{flat:.0%} of the groups have equal rewards throughout and teach nothing; a larger algorithm.group_size "
             f"(now {run.config.algorithm.group_size}) or prompts of other difficulty would help",
         )
-    ratio = float(row["policy/ratio_first_minibatch_max_deviation"])
+    ratio = float(row.get("policy/ratio_first_minibatch_max_deviation", 0.0))
     if ratio > RATIO and run.config.model.dtype == "float32":
         yield (
             "ratio",

@@ -68,9 +68,7 @@ def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
             with _handling(signal.SIG_IGN):
                 controller.close()  # neither was started if the backend could not be
                 main.close()
-                stop: Callable[[], None] | None = getattr(backend, "stop", None)
-                if stop is not None:
-                    stop()
+                backend.stop()
 
 
 @contextmanager
@@ -134,9 +132,12 @@ def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
         remedy = f"Set trainer.steps above {done} to train on"
         raise ConfigError.one("trainer.steps", f"must be at least the {done} steps that {directory.name} has done", str(steps), remedy)
     prepared.prompts.load_state(state["prompts"])
-    before = load_config(str(directory.config)).model_dump(mode="json")
-    after = prepared.config.model_dump(mode="json")
+    earlier = load_config(str(directory.config))
+    checkpoints.check_roles(folder, state, earlier, prepared.config)
+    before, after = (config.model_dump(mode="json") for config in (earlier, prepared.config))
     changed = {name: after[name] for name in after if after[name] != before[name]}
+    if any(before["algorithm"][name] != after["algorithm"][name] for name in ("kl_coefficient", "kl_target")):
+        state["progress"]["kl_coefficient"] = None  # what was adapted belongs to the settings before
     return Checkpoint(folder=folder, state=state, skipped=tuple(path.name for path in skipped), changed=changed)
 
 
@@ -147,6 +148,7 @@ async def _train(
     async with open_run(prepared, directory, backend, display, checkpoint=checkpoint) as run:
         _stop_at_step_end_on_signals(run)
         display.start(run.config.trainer.steps, run.progress.step, read_json_lines(directory.metrics))
+        display.note(f"run {directory.name} in {directory.path}")
         for report in (*run.prompts.reports, *run.eval_set.reports):
             run.recorder.display.note(str(report))
         try:

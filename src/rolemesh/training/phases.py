@@ -136,13 +136,12 @@ async def update(run: TrainingRun, step: StepBatch) -> None:
         return
     groups, cut = run.session.groups, {"minibatches": numbers.scalars("minibatch"), "count": run.config.trainer.minibatches}
     calls = [groups[CRITIC].update(step.batch, **cut)] if CRITIC in groups else []
-    warming_up = CRITIC in groups and run.progress.step < run.config.algorithm.critic_warmup
-    if warming_up:
-        run.recorder.policy_untouched()
+    if run.critic_warms_up:
+        run.recorder.critic_alone()
     else:
         calls.append(groups[ACTOR].update(step.batch, **cut, temperature=run.config.rollout.temperature, terms=step.terms))
     await together(calls)
-    run.progress.weight_version += not warming_up
+    run.progress.weight_version += not run.critic_warms_up
 
 
 def _record_fate(run: TrainingRun, *, trained: int, skipped: int, masked: int) -> None:
@@ -178,11 +177,13 @@ async def publish(run: TrainingRun) -> None:
 async def record(run: TrainingRun, done: StepBatch) -> None:
     """Write the step's row of metrics and, now and then, its samples. What the algorithm adapts from step to step moves on."""
     batch = done.batch
+    if not run.critic_warms_up:
+        adapted = run.algorithm.next_kl_coefficient(done.numbers, run.kl_coefficient)
+        if adapted != run.kl_coefficient:
+            run.progress.kl_coefficient = adapted
     run.progress.step += 1
+    run.cursor = run.prompts.state()  # from here on the step is not given up any more
     step = run.progress.step
-    adapted = run.algorithm.next_kl_coefficient(done.numbers, run.kl_coefficient)
-    if adapted != run.kl_coefficient:
-        run.progress.kl_coefficient = adapted
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
         await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from rolemesh.algorithms import ALGORITHMS, create_algorithm
+from rolemesh.algorithms import ALGORITHMS, check_needs
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
@@ -15,6 +15,7 @@ from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import check_weights, load_config, load_tokenizer
+from rolemesh.names import CRITIC
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import Inventory, Plan, build_plan
 from rolemesh.rewards import REWARDS, check_rewards
@@ -57,7 +58,9 @@ def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, ro
         prompts, held_out = opened
         _collect(problems, lambda: check_rewards(config.reward, merged_summary([prompts.summary(), held_out.summary])))
     if training:
-        _collect(problems, lambda: create_algorithm(config))
+        _collect(problems, lambda: check_needs(config))
+        if CRITIC in config.roles and config.algorithm.critic_path is not None:
+            _collect(problems, lambda: _check_critic_model(config, tokenizer))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
     _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:
@@ -72,6 +75,22 @@ def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, ro
     if plan.problems:
         raise ResourceError(problems=plan.problems)
     return Prepared(config=config, plan=plan, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
+
+
+def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """The critic's own model must be complete and read the policy's token ids."""
+    model = config.model.model_copy(update={"path": config.algorithm.critic_path, "tokenizer": None})
+    try:
+        load_config(model)
+        check_weights(model)
+        known = load_tokenizer(model).get_vocab()
+    except ConfigError as error:
+        raise ConfigError(problems=[replace(problem, subject="algorithm.critic_path") for problem in error.problems]) from error
+    if tokenizer is not None and known != tokenizer.get_vocab():
+        free = f"{len(known)} tokens in {model.path}, {len(tokenizer)} in {config.model.path}, not all with the same ids"
+        raise ConfigError.one(
+            "algorithm.critic_path", "the critic must have the vocabulary of the policy", free, "Use a model of the same family"
+        )
 
 
 def _with_roles(config: Config, names: Sequence[str] | None) -> Config:

@@ -49,8 +49,9 @@ class Recorder:
     # -- what happens ---------------------------------------------------------------------------------------------------------
 
     def observe(self, record: CallRecord) -> None:
-        """Take in a finished call of a group: its time, metrics and spans."""
-        self._times[f"{record.group}/{record.method}"] += record.ended - record.started
+        """Take in a finished call of a group: its time, metrics and spans. Its time is that of its slowest rank at work; waiting for
+        other roles of the same process does not count."""
+        self._times[f"{record.group}/{record.method}"] += max((reply.ended - reply.started for reply in record.replies), default=0.0)
         self.metrics.merge(record.metrics)
         spans = [span for reply in record.replies for span in reply.spans]
         self._tracer.write([*spans, self._controller_span(f"{record.group}.{record.method}", record.ended - record.started)])
@@ -97,9 +98,10 @@ class Recorder:
         self.events.write("run", "algorithm", "no_signal", level="warning", message=text)
         self.display.note(text)
 
-    def policy_untouched(self) -> None:
-        """The step trains the critic alone."""
+    def critic_alone(self) -> None:
+        """The critic warms up: the step does not touch the policy."""
         self._policy_untouched = True
+        self.metrics.last("step/critic_alone", 1)
 
     def end_step(self, step: int, *, tokens: int, version: int, removed: Mapping[str, int]) -> None:
         """Write the step's row."""

@@ -9,6 +9,7 @@ from typing import Any
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptMixture
+from rolemesh.names import CRITIC
 from rolemesh.observe import RunDirectory
 from rolemesh.protocols.algorithm import Algorithm, StepTerms
 from rolemesh.training.recorder import Recorder
@@ -75,6 +76,11 @@ class TrainingRun:
         """Coefficient of the step under way."""
         adapted = self.progress.kl_coefficient
         return self.algorithm.kl_coefficient if adapted is None else adapted
+
+    @property
+    def critic_warms_up(self) -> bool:
+        """The step under way trains the critic alone."""
+        return CRITIC in self.session.groups and self.progress.step < self.config.algorithm.critic_warmup
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1; each is timed and counted as done when the loop comes back for the next."""

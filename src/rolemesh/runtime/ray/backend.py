@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -43,6 +44,8 @@ T = TypeVar("T")
 NODE_LABEL = "ray.io/node-id"
 LOG_TAIL_LINES = 20
 NODES_SECONDS = 30.0
+KILL_SECONDS = 1.0
+"""How long Ray gets to end a process itself; one ended behind its back it reports as a crash, on everybody's screen."""
 GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 """Ray's errors after which a process does not answer any more."""
 
@@ -225,7 +228,11 @@ class RayBackend:
     async def kill(self, process: Process) -> None:
         ray.kill(process.handle, no_restart=True)
         if process.address == ray.util.get_node_ip_address():
-            _end(process)
+            ends = self.time() + KILL_SECONDS
+            while (found := _alive(process)) is not None and self.time() < ends:
+                await self.sleep(0.02)
+            if found is not None:
+                _end(found)
 
     # -- values ---------------------------------------------------------------------------------------------------------------
 
@@ -373,11 +380,17 @@ def _tail(log_path: str) -> str:
         return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def _end(process: Process) -> None:
-    """SIGKILL, also for a stopped process, which Ray's own request does not reach. The pid may be another process's by now."""
+def _alive(process: Process) -> psutil.Process | None:
+    """The process of the operating system, unless it has ended. The pid may be another process's by now."""
     try:
         found = psutil.Process(process.pid)
-        if abs(found.create_time() - process.created) < 1:  # seconds: both follow the wall clock, which may be set in between
-            found.kill()
+        same = abs(found.create_time() - process.created) < 1  # seconds: both follow the wall clock, which may be set in between
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
-        return
+        return None
+
+
+def _end(process: psutil.Process) -> None:
+    """SIGKILL, for a process that Ray's own request does not reach, such as a stopped one."""
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
