@@ -32,7 +32,7 @@ def test_json_has_the_promised_shape():
     assert data["workers"][-1]["role"] == "reward"
     assert data["workers"][-1]["slot"] is None
     assert data["pools"]["main"]["slots"][2] == {"index": 2, "node": "node-1", "local_index": 0, "cpus": 4.0, "gpus": 1}
-    assert set(data["memory"]) == {"main", "main/reward"}
+    assert set(data["memory"]) == {"main", "main/reward", "node"}
     assert data["memory"]["main"]["total_bytes"] == plan.memory[0].total_bytes
     assert data["problems"] == []
     bad = plan_json(build_plan(GPUS, parse_nodes("1x0:2c"), FACTS))

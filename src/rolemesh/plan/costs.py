@@ -93,9 +93,10 @@ def _timed(
     config: Config, role: str, call: str, facts: ModelFacts, nodes: tuple[NodeInfo, ...], workers: list[WorkerPlan], work: _Work
 ) -> Stage:
     pool = config.pools[config.roles[role].pool]
+    rates = _rates(config, nodes, workers)
     parts = {
-        "compute": max(work.flops / (rate * COMPUTE_SHARE) for rate, _ in _rates(config, nodes, workers)),
-        "memory": max(work.bytes / (bandwidth * MEMORY_SHARE) for _, bandwidth in _rates(config, nodes, workers)),
+        "compute": work.flops / (min(rate for rate, _ in rates) * COMPUTE_SHARE),
+        "memory": work.bytes / (min(bandwidth for _, bandwidth in rates) * MEMORY_SHARE),
         "overhead": work.passes * facts.layers * LAYER_SECONDS[has_device(pool)],
     }
     bound = max(parts, key=lambda name: parts[name])
@@ -108,8 +109,11 @@ def _timed(
 def _rates(config: Config, nodes: tuple[NodeInfo, ...], workers: list[WorkerPlan]) -> set[tuple[float, float]]:
     """FLOP/s and bytes/s of the role's kinds of workers."""
     pool = config.pools[workers[0].pool]
-    found = set()
-    for gpu_type, cpus in {(nodes[worker.node].gpu_type, min(1.0, worker.cpus)) for worker in workers}:
+    found, kinds = set(), set()
+    for node, cpus in {worker.node: worker.cpus for worker in workers}.items():  # all slots of a node are equal
+        gpu_type = nodes[node].gpu_type
+        kinds.add((gpu_type, min(1.0, cpus)))
+    for gpu_type, cpus in kinds:
         device = (device_type(gpu_type) or UNKNOWN_DEVICE) if has_device(pool) else CPU_CORE
         rate = device.bfloat16 if config.model.dtype == "bfloat16" else device.float32
         share = max(1, pool.gpus) / pool.share if has_device(pool) else cpus

@@ -61,7 +61,7 @@ def _group(part: str, first: int) -> list[NodeInfo]:
             _read(node, word, part)
     if count == 0 or node.cpus == 0:
         raise ConfigError.one("--nodes", _FORM, repr(part), "Give at least one node, and CPUs where there are no GPUs")
-    has_device = gpus > 0 or bool(node.gpu_type)
+    device = (device_type(node.gpu_type) or UNKNOWN_DEVICE) if gpus > 0 or node.gpu_type else None
     assumed = max(ASSUMED_MEMORY_PER_GPU * gpus, ASSUMED_MEMORY_PER_CPU * node.cpus)
     return [
         NodeInfo(
@@ -69,7 +69,7 @@ def _group(part: str, first: int) -> list[NodeInfo]:
             cpus=float(node.cpus),
             memory_bytes=node.memory_bytes or assumed,
             gpus=gpus,
-            gpu_memory_bytes=(device_type(node.gpu_type) or UNKNOWN_DEVICE).memory_bytes if has_device else 0,
+            gpu_memory_bytes=device.memory_bytes if device else 0,
             gpu_type=node.gpu_type,
             labels=node.labels,
             resources=node.resources,

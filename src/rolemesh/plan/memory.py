@@ -11,7 +11,7 @@ bytes); rollout workers hold weights and cache in it. With P parameters (P' of a
 | gradients | 4 P, one flat vector | actor, critic |
 | optimizer | 8 P: two float32 moments of AdamW | actor, critic |
 | copy while saving | 12 P: weights and moments; at other times the float64 copy of the gradients for their norm, 8 P | actor, critic |
-| activations | T layers (56 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
+| activations | T layers (58 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
 | activations | T (40 w + 12 i): one block, nothing is kept | ref |
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
@@ -92,7 +92,7 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     parameters = facts.parameters if role == ACTOR else facts.body_parameters
     tokens = micro_batch_tokens(config, ranks)
     wide = facts.width
-    kept = (52 * wide + 8 * facts.mlp_width if half else 56 * wide + 16 * facts.mlp_width) + (20 if half else 8) * wide * facts.experts
+    kept = (52 * wide + 8 * facts.mlp_width if half else 58 * wide + 16 * facts.mlp_width) + (20 if half else 8) * wide * facts.experts
     found = {"weights": 4 * parameters}
     if half:
         found["bfloat16 copies"] = 2 * parameters
