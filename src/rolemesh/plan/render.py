@@ -138,19 +138,29 @@ class _Cell:
 
 
 def _node_boxes(plan: Plan) -> Iterator[RenderableType]:
-    cells, needs = _cells(plan), _host_needs(plan)
+    cells, needs, labels = _cells(plan), _host_needs(plan), _labels(plan)
 
     def shape(index: int) -> tuple[Any, ...]:
         node = plan.nodes[index]
-        facts = node.cpus, node.gpus, node.gpu_type, node.memory_bytes, tuple(node.labels.items()), tuple(node.resources.items())
+        facts = node.cpus, node.gpus, node.gpu_type, node.memory_bytes, labels[index], tuple(node.resources.items())
         return *facts, needs.get(index), tuple(cell.shape for cell in cells.get(index, []))
 
     for members in _alike([shape(index) for index in range(len(plan.nodes))]):
         nodes = [plan.nodes[index] for index in members]
         if members[0] in cells:
-            yield _node_box(nodes, [cells[index] for index in members], needs.get(members[0], 0))
+            yield _node_box(nodes, [cells[index] for index in members], needs.get(members[0], 0), labels[members[0]])
         else:
             yield Text(f"{_node_names([node.name for node in nodes])}: not used", style="dim")
+
+
+def _labels(plan: Plan) -> list[tuple[tuple[str, str], ...]]:
+    """Labels of each node that tell kinds of nodes apart: without those, such as an id, that differ on all of several nodes."""
+    values: dict[str, list[str]] = {}
+    for node in plan.nodes:
+        for key, value in node.labels.items():
+            values.setdefault(key, []).append(value)
+    kinds = {key for key, found in values.items() if len(found) == 1 or len(set(found)) < len(found)}
+    return [tuple((key, value) for key, value in node.labels.items() if key in kinds) for node in plan.nodes]
 
 
 def _alike(shapes: Sequence[tuple[Any, ...]]) -> list[list[int]]:
@@ -205,7 +215,7 @@ def _host_needs(plan: Plan) -> dict[int, int]:
     return needs
 
 
-def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int) -> Panel:
+def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int, labels: tuple[tuple[str, str], ...]) -> Panel:
     """One node, or several of the same shape, as a box of cells."""
     node, several = nodes[0], len(nodes) > 1
     panels: list[RenderableType] = []
@@ -219,19 +229,19 @@ def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int) -> Pan
                 ranks = {role: ranks[index : index + 1] for role, ranks in cell.roles.items()}
                 panels.append(_cell_panel(cell, cell.title, ranks, each=False))
     title = node.name if not several else f"{_node_names([node.name for node in nodes])}, each"
-    subtitle = " · ".join(_used(node, cells[0], need))
+    subtitle = " · ".join(
+        [*_used(node, cells[0]), *(f"{key}={value}" for key, value in labels), f"about {size(need)} of {size(node.memory_bytes)}"]
+    )
     return Panel(Columns(panels), title=title, title_align="left", subtitle=subtitle, subtitle_align="left", expand=False)
 
 
-def _used(node: NodeInfo, cells: list[_Cell], need: int) -> Iterator[str]:
+def _used(node: NodeInfo, cells: list[_Cell]) -> Iterator[str]:
     """What the plan takes of a node, resource by resource."""
     taken = {name: sum(cell.count * cell.needs.get(name, 0) for cell in cells) for name in ("CPU", "GPU", *node.resources)}
     yield f"{number(taken['CPU'])} of {number(node.cpus)} CPUs"
     if node.gpus or node.gpu_type:
         yield f"{number(taken['GPU'])} of {node.gpus} GPUs {node.gpu_type}".rstrip()
     yield from (f"{number(taken[name])} of {number(total)} {name}" for name, total in node.resources.items())
-    yield from (f"{name}={value}" for name, value in node.labels.items())
-    yield f"about {size(need)} of {size(node.memory_bytes)}"
 
 
 def _cell_panel(cell: _Cell, title: str, roles: dict[str, list[int]], *, each: bool) -> Panel:

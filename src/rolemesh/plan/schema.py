@@ -27,7 +27,7 @@ class NodeInfo:
     free_gpus: int | None = None
     address: str = ""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Everything else by name: other accelerators (`NPU`) and custom resources."""
+    """Everything else by name: other accelerators (`NPU`) and custom resources, without a cluster's marks of single nodes."""
     free_resources: Mapping[str, float] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     free_memory_bytes: int | None = None
