@@ -17,16 +17,24 @@ EVERY_ROLE = (
 )
 
 
+MEASURE = """
+import json, resource, subprocess, sys
+code = subprocess.run([sys.executable, "-m", "rolemesh.cli", "plan", *sys.argv[2:]]).returncode
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    json.dump([usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024], file)
+sys.exit(code)
+"""
+"""Between this process and the one that is measured, because a child's peak begins with the size of its parent."""
+
+
 def plan(folder: Path, *arguments: str, check: int = 0) -> tuple[str, str, float, float]:
     """(standard output, errors, CPU seconds, peak MB) of one call."""
-    command = [sys.executable, "-m", "rolemesh.cli", "plan", *arguments]
-    out, errors = folder / "out", folder / "errors"
-    with out.open("w") as shown, errors.open("w") as wrong:
-        process = subprocess.Popen(command, cwd=folder, stdout=shown, stderr=wrong)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == check, errors.read_text()
-    return out.read_text(), errors.read_text(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    command = [sys.executable, "-c", MEASURE, str(folder / "usage"), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == check, done.stderr
+    spent, peak = json.loads((folder / "usage").read_text())
+    return done.stdout, done.stderr, spent, peak
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["drawn", "json"])

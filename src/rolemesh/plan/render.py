@@ -229,9 +229,8 @@ def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int, labels
                 ranks = {role: ranks[index : index + 1] for role, ranks in cell.roles.items()}
                 panels.append(_cell_panel(cell, cell.title, ranks, each=False))
     title = node.name if not several else f"{_node_names([node.name for node in nodes])}, each"
-    subtitle = " · ".join(
-        [*_used(node, cells[0]), *(f"{key}={value}" for key, value in labels), f"about {size(need)} of {size(node.memory_bytes)}"]
-    )
+    facts = [*_used(node, cells[0]), *(f"{key}={value}" for key, value in labels), f"about {size(need)} of {size(node.memory_bytes)}"]
+    subtitle = " · ".join(facts)
     return Panel(Columns(panels), title=title, title_align="left", subtitle=subtitle, subtitle_align="left", expand=False)
 
 
