@@ -43,7 +43,6 @@ def test_every_line_by_its_formula():
         ("actor", "weights"): 4 * 1000,
         ("actor", "gradients"): 4 * 1000,
         ("actor", "optimizer"): 8 * 1000,
-        ("actor", "copy while saving"): 12 * 1000,
         ("actor", "activations"): 50 * 3 * (58 * 20 + 16 * 16),
         ("actor", "logits"): 50 * 11 * 24,
         ("rollout", "weights"): 4 * 1000,
@@ -52,7 +51,7 @@ def test_every_line_by_its_formula():
         ("rollout", "sampling"): 7 * 11 * (20 + 4),
         ("rollout", "passes"): (1024 * (4 * 8 + 4 * 5 + 2 * 2 * 5 + 3 * 16) + 2 * 7 * 4 * 16) * 4,
     }
-    assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES}
+    assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES, ("reward", "scoring processes"): (120 + 40) * 2**20}
     assert lines(plan, 2) == {("actor", "published weights"): 2 * 4 * 1000}
     assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward"), ("", "node")]
 
@@ -80,6 +79,19 @@ def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     assert found["actor", "activations"] == 50 * 3 * (52 * 20 + 8 * 16)
     assert found["rollout", "weights"] == 2000
     assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 2
+
+
+def test_the_copy_for_a_checkpoint_comes_when_activations_and_logits_are_gone():
+    large = replace(FACTS, parameters=10**9)
+    found = lines(build_plan(config(), inventory(memory_bytes=2**50), large))
+    assert found["actor", "copy while saving"] == 12 * 10**9 - found["actor", "activations"] - found["actor", "logits"]
+
+
+def test_scoring_processes_are_counted():
+    roles = {"actor": {}, "rollout": {}, "reward": {"processes": 10}}
+    assert lines(build_plan(config(roles=roles), inventory(), FACTS), 1)["reward", "scoring processes"] == (120 + 10 * 40) * 2**20
+    local = build_plan(config(backend="local"), inventory(), FACTS)
+    assert set(lines(local, 1)) == {("reward", "process")}
 
 
 def test_logits_of_a_plain_head_are_held_in_chunks():
@@ -113,12 +125,12 @@ def test_split_pools_hold_only_what_their_roles_need():
 
 
 def test_a_node_without_enough_memory_is_a_problem():
-    need = 2 * PROCESS_BYTES + REWARD_PROCESS_BYTES
+    need = 2 * PROCESS_BYTES + REWARD_PROCESS_BYTES + 160 * 2**20
     plan = build_plan(config(), inventory(memory_bytes=need), FACTS)  # all processes, nothing for the model
     (problem,) = plan.problems
     assert problem.subject == "node n"
-    assert problem.need == "memory: its processes need about 1.3 GiB"  # 2 x 500 MiB and 350 MiB
-    assert problem.free == "1.3 GiB"
+    assert problem.need == "memory: its processes need about 1.6 GiB"  # 2 x 500, 450, 120 and 40 MiB, and less than 1 of the model
+    assert problem.free == "1.6 GiB"
     big = build_plan(config(rollout={"slots": 10**9}), inventory(), FACTS)
     assert "pools fewer slots" in problem.remedy
     assert "KV cache of rollout" in big.problems[0].remedy

@@ -22,7 +22,6 @@ from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import CRITIC, REF
 from rolemesh.registry import is_import_path, nearest
 
-
 LONGEST_NAME: Final = 64
 """Characters of a name; with the id of the run behind it, it has to fit into the name of a folder."""
 

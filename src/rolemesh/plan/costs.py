@@ -25,6 +25,7 @@ from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.plan.devices import UNKNOWN_DEVICE, Device, device_type
 from rolemesh.plan.ledger import has_device
 from rolemesh.plan.memory import micro_batch_tokens
+from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.schema import NodeInfo, Stage, WorkerPlan
 
 CPU_CORE: Final = Device(name="CPU core", memory_bytes=0, bfloat16=110e9, float32=110e9, bandwidth=11e9)
@@ -37,7 +38,7 @@ LAYER_SECONDS: Final = {False: 0.5e-3, True: 0.2e-3}
 """Launching one layer once, on a CPU (measured, decoding two rows) and on a device (about 30 launches of 5 to 10 microseconds)."""
 PUBLISH_BANDWIDTH: Final = 0.5e9
 """Bytes/s of packing, checking twice and copying weights; measured: a checksum alone makes 1.75 GB/s."""
-REWARD_SECONDS: Final = {"exact": 1e-4, "regex": 1e-4, "reasoning_gym": 1e-4, "math_verify": 3e-3}
+REWARD_SECONDS: Final = {"exact": 3e-4, "regex": 3e-4, "reasoning_gym": 3e-4, "math_verify": 3e-3}
 """Of one sample. Measured, with the way to a scoring process and back."""
 OWN_REWARD_SECONDS: Final = 10e-3
 """Assumed of a function of the user's own."""
@@ -181,8 +182,7 @@ def _update(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work
 def _reward(config: Config, workers: list[WorkerPlan]) -> Stage:
     samples, _, _ = _lengths(config)
     each = sum(REWARD_SECONDS.get(reward.name, OWN_REWARD_SECONDS) for reward in config.reward)
-    role = config.roles[REWARD]
-    side_by_side = sum(role.processes or max(1, int(role.cpus or 1)) for _ in workers)
+    side_by_side = len(workers) * scoring_processes(config, REWARD)
     return Stage(
         role=REWARD,
         call="score",

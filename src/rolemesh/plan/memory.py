@@ -10,16 +10,17 @@ bytes); rollout workers hold weights and cache in it. With P parameters (P' of a
 | bfloat16 copies | 2 P, kept by autocast from forward to backward; none in float32 | actor, critic |
 | gradients | 4 P, one flat vector | actor, critic |
 | optimizer | 8 P: two float32 moments of AdamW | actor, critic |
-| copy while saving | 12 P: weights and moments; at other times the float64 copy of the gradients for their norm, 8 P | actor, critic |
 | activations | T layers (58 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
 | activations | T (40 w + 12 i): one block, nothing is kept | ref |
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
+| copy while saving | 12 P: weights and moments. Only what exceeds activations and logits, which are gone by then | actor, critic |
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
 | passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
+| scoring processes | 120 MiB, and 40 MiB for each of them | reward |
 | published weights | 8 P: one version in the node's shared memory, and the buffer it is packed in | each node |
 
 T is the tokens of a micro-batch: `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of
@@ -38,7 +39,7 @@ from rolemesh.config.schema import Config
 from rolemesh.errors import Problem
 from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
 from rolemesh.plan.ledger import has_device
-from rolemesh.plan.placement import PROCESS_ROLES
+from rolemesh.plan.placement import PROCESS_ROLES, scoring_processes
 from rolemesh.plan.schema import MemoryLine, NodeInfo, PoolMemory
 
 MIB: Final = 1024**2
@@ -46,8 +47,12 @@ PROCESS_BYTES: Final = 500 * MIB
 """A process that has imported torch and transformers."""
 GPU_PROCESS_BYTES: Final = 3 * 1024 * MIB
 """The same with CUDA's libraries and pinned buffers."""
-REWARD_PROCESS_BYTES: Final = 350 * MIB
-"""A reward process: Python, Arrow and the verifiers, no torch."""
+REWARD_PROCESS_BYTES: Final = 450 * MIB
+"""A reward worker: Python, Ray, Arrow and what the roles import."""
+SCORING_BYTES: Final = 120 * MIB
+"""The process that scoring processes are forked from, with the verifiers and their libraries; measured, the larger ones take 114."""
+SCORING_PROCESS_BYTES: Final = 40 * MIB
+"""One of them: pages of its own; measured, 26 when it begins."""
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
 FAST_FAMILIES: Final = ("llama", "qwen2", "qwen3")
@@ -73,8 +78,11 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
 
 def reward_memory(config: Config, role: str) -> PoolMemory:
     """One process of a role that has its own."""
-    line = MemoryLine(role=role, what="process", bytes=REWARD_PROCESS_BYTES)
-    return PoolMemory(pool=config.roles[role].pool, process=role, lines=(line,))
+    scoring = SCORING_BYTES + scoring_processes(config, role) * SCORING_PROCESS_BYTES
+    lines = [MemoryLine(role=role, what="process", bytes=REWARD_PROCESS_BYTES)]
+    if config.backend != "local":
+        lines.append(MemoryLine(role=role, what="scoring processes", bytes=scoring))
+    return PoolMemory(pool=config.roles[role].pool, process=role, lines=tuple(lines))
 
 
 def node_memory(facts: ModelFacts) -> PoolMemory:
@@ -96,13 +104,12 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     found = {"weights": 4 * parameters}
     if half:
         found["bfloat16 copies"] = 2 * parameters
-    found |= {
-        "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
-        "copy while saving": 12 * parameters,
-        "activations": tokens * facts.layers * kept,
-    }
-    return found | ({"logits": _logits(tokens, facts)} if role == ACTOR else {})
+    found |= {"gradients": 4 * parameters, "optimizer": 8 * parameters, "activations": tokens * facts.layers * kept}
+    if role == ACTOR:
+        found["logits"] = _logits(tokens, facts)
+    if (beyond := 12 * parameters - found["activations"] - found.get("logits", 0)) > 0:
+        found["copy while saving"] = beyond
+    return found
 
 
 def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:

@@ -72,6 +72,11 @@ def process_cpus(config: Config, role: str) -> float | None:
     return own if own is not None or shared else config.pools[pool].cpus
 
 
+def scoring_processes(config: Config, role: str) -> int:
+    """Processes in which one reward worker scores: as many as asked for, else one for each whole CPU that was typed."""
+    return config.roles[role].processes or max(1, int(config.roles[role].cpus or 1))
+
+
 def auto_processes(config: Config, ledger: Ledger) -> int:
     """Reward processes that a node gets when their number is derived."""
     if ledger.small or config.backend == "local":
