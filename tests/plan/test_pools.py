@@ -62,7 +62,7 @@ def test_a_pool_of_reward_processes_is_bound_too():
     assert nodes_of(found, "reward") == {1}
     assert nodes_of(found, "actor") == {0}
     (problem,) = plan("1x8,1x0:32c", **config).problems
-    assert problem.subject == "pools.score.labels.kind"
+    assert problem.subject == "pools.score.labels"
     config["pools"]["score"]["nodes"] = [3]
     assert nodes_of(plan("1x8,1x0:32c:kind=cpu", **config), "reward") == {1}
 

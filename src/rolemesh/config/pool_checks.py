@@ -53,7 +53,7 @@ def _devices(name: str, pool: PoolConfig) -> Iterator[Problem]:
     for resource in pool.resources:
         if resource in ("CPU", "GPU"):
             yield Problem(
-                subject=f"pools.{name}.resources.{resource}",
+                subject=f"pools.{name}.resources",
                 need=f"is an option of its own: pools.{name}.{resource.lower()}s",
                 free=resource,
                 remedy=f"Set pools.{name}.{resource.lower()}s instead",

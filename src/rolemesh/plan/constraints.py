@@ -22,6 +22,8 @@ class Constraint:
     """One demand: the option that makes it, in words, and how a node is judged."""
 
     option: str
+    key: str
+    """What the option names: a type, a label, a resource."""
     words: str
     met: Callable[[NodeInfo], bool]
     found: Callable[[NodeInfo], str]
@@ -34,6 +36,7 @@ def constraints(name: str, pool: PoolConfig) -> Iterator[Constraint]:
     if (wanted := pool.accelerator_type) is not None:
         yield Constraint(
             option=f"pools.{name}.accelerator_type",
+            key=wanted,
             words=f"accelerators of type {wanted}",
             met=lambda node: same_type(wanted, node.gpu_type),
             found=lambda node: node.gpu_type or "an unknown type",
@@ -41,7 +44,8 @@ def constraints(name: str, pool: PoolConfig) -> Iterator[Constraint]:
         )
     for key, value in pool.labels.items():
         yield Constraint(
-            option=f"pools.{name}.labels.{key}",
+            option=f"pools.{name}.labels",
+            key=key,
             words=f"the label {key}={value}",
             met=lambda node, key=key, value=value: node.labels.get(key) == value,  # type: ignore[misc]
             found=lambda node, key=key: f"{key}={node.labels[key]}" if key in node.labels else f"no label {key}",  # type: ignore[misc]
@@ -49,7 +53,8 @@ def constraints(name: str, pool: PoolConfig) -> Iterator[Constraint]:
         )
     for resource in pool.resources:
         yield Constraint(
-            option=f"pools.{name}.resources.{resource}",
+            option=f"pools.{name}.resources",
+            key=resource,
             words=f"the resource {resource}",
             met=lambda node, resource=resource: node.resources.get(resource, 0) > 0,  # type: ignore[misc]
             found=lambda node: ", ".join(node.resources) or "no other resources",
@@ -72,7 +77,7 @@ def unmet(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo], needed: int) -
     others = Counter(worst.found(node) for node in nodes if not worst.met(node))
     found = ", ".join(f"{text} on {count} node{'' if count == 1 else 's'}" for text, count in others.most_common(3))
     known = [key for node in nodes for key in (*node.labels, *node.resources)]
-    meant = nearest(worst.option.rpartition(".")[2], known) if min(counts) == 0 else None
+    meant = nearest(worst.key, known) if min(counts) == 0 else None
     all_words = " and ".join(demand.words for demand in demands)
     return Problem(
         subject=worst.option,

@@ -122,7 +122,7 @@ def slots_of(name: str, pool: PoolConfig) -> Want:
         else:
             to = f"to {number(each)} or less" if each > 0 else "and free CPUs on the node"
             cpu = f"Lower pools.{name}.cpus (now {number(pool.cpus)}) {to}, or {fewer}"
-        others = {key: f"Lower pools.{name}.resources.{key} (now {number(value)}), or {fewer}" for key, value in pool.resources.items()}
+        others = {key: f"Lower {key} in pools.{name}.resources (now {number(value)}), or {fewer}" for key, value in pool.resources.items()}
         return {**others, CPU: cpu, GPU: f"Lower pools.{name}.gpus (now {number(pool.gpus)}; 0 runs on CPUs), or {fewer}"}
 
     return Want(subject=f"pool {name}", thing="slot", demand=lambda ledger: slot_demand(pool, ledger), remedies=remedies)
