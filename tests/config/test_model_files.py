@@ -49,7 +49,11 @@ FAMILIES = {
     "mistral": [HEAD_10, {"tie_word_embeddings": True}],
     "mixtral": [{"num_local_experts": 3}],
     "qwen2": [{"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
-    "qwen2_moe": [{**MIXTURE, "shared_expert_intermediate_size": 20}, {**MIXTURE, "mlp_only_layers": [0], "decoder_sparse_step": 1}],
+    "qwen2_moe": [
+        {**MIXTURE, "shared_expert_intermediate_size": 20},
+        {**MIXTURE, "mlp_only_layers": [0]},
+        {**MIXTURE, "decoder_sparse_step": 2},
+    ],
     "qwen3": [HEAD_10, {"attention_bias": True, **HEAD_10}],
     "qwen3_moe": [{**MIXTURE, **HEAD_10}],
     "gemma": [{"tie_word_embeddings": True, **HEAD_10}],
