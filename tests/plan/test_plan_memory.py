@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from rolemesh.config import Config, ModelFacts
 from rolemesh.plan import Inventory, NodeInfo, build_plan
-from rolemesh.plan.memory import GPU_PROCESS_BYTES, PROCESS_BYTES, REWARD_PROCESS_BYTES, cache_shape, micro_batch_tokens, size
+from rolemesh.plan.memory import (
+    CONTEXT_BYTES,
+    GPU_PROCESS_BYTES,
+    PROCESS_BYTES,
+    REWARD_PROCESS_BYTES,
+    cache_shape,
+    micro_batch_tokens,
+    size,
+)
 
 GIB = 1024**3
 FACTS = ModelFacts(
@@ -143,7 +151,7 @@ def test_gpu_memory_counts_apart():
     assert plan.problems == ()
     # The weights pass through the process's own memory, those of actor and rollout after each other.
     assert plan.memory[0].host_bytes == GPU_PROCESS_BYTES + 4 * 1000
-    assert plan.memory[0].gpu_bytes == sum(value for (role, _), value in lines(plan).items() if role)
+    assert plan.memory[0].gpu_bytes == CONTEXT_BYTES + sum(value for (role, _), value in lines(plan).items() if role)
     (problem,) = build_plan(gpu, inventory(gpus=2, gpu_memory_bytes=1000), FACTS).problems
     assert problem.subject == "pool main on node n"
     assert problem.need.startswith("GPU memory")

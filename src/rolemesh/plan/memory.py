@@ -20,6 +20,7 @@ bytes); rollout workers hold weights and cache in it. With P parameters (P' of a
 | passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
+| context | on a device: 600 MiB | each process |
 | scoring processes | 120 MiB, and 40 MiB for each of them | reward |
 | published weights | 8 P: one version in the node's shared memory, and the buffer it is packed in | each node |
 
@@ -47,6 +48,8 @@ PROCESS_BYTES: Final = 500 * MIB
 """A process that has imported torch and transformers."""
 GPU_PROCESS_BYTES: Final = 3 * 1024 * MIB
 """The same with CUDA's libraries and pinned buffers."""
+CONTEXT_BYTES: Final = 600 * MIB
+"""What a process takes of its device before any model: CUDA's context and workspaces. Assumed, not measured yet."""
 REWARD_PROCESS_BYTES: Final = 450 * MIB
 """A reward worker: Python, Ray, Arrow and what the roles import."""
 SCORING_BYTES: Final = 120 * MIB
@@ -71,6 +74,8 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
     models: list[MemoryLine] = []
     for role in roles:
         models += [replace(line, on_gpu=on_device) for line in _role_lines(config, role, facts[role], max(1, ranks.get(role, 0)))]
+    if on_device:
+        lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:
         lines.append(MemoryLine(role="", what="loading", bytes=max(line.bytes for line in models if line.what == "weights")))
     return PoolMemory(pool=pool, lines=(*lines, *models))
@@ -212,6 +217,7 @@ def _node_problem(node: NodeInfo, need: int, memory: Sequence[PoolMemory]) -> Pr
 _LOWER: Final = {
     "process": "Give the pools fewer slots",
     "loading": "Give the pools fewer slots a node",
+    "context": "Lower pools.<pool>.share",
     "KV cache": "Lower rollout.slots or data.max_response_tokens",
     "sampling": "Lower rollout.slots",
     "passes": "Lower rollout.slots or data.max_prompt_tokens",
