@@ -41,15 +41,16 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_json_text(plan: Plan) -> Iterator[str]:
-    """The same as lines of text: an item of a list on each, so that ten thousand workers stay readable and are written fast."""
+    """The same as lines of text: an item of a list on each, of a very long list a hundred, which is faster."""
     data = plan_json(plan)
     last = len(data) - 1
     yield "{"
     for position, (key, value) in enumerate(data.items()):
         comma = "" if position == last else ","
         if isinstance(value, list) and value:
+            step = 1 if len(value) <= 1000 else 100
             yield f"  {json.dumps(key)}: ["
-            yield ",\n".join(f"    {json.dumps(item)}" for item in value)
+            yield ",\n".join(f"    {json.dumps(value[start : start + step])[1:-1]}" for start in range(0, len(value), step))
             yield f"  ]{comma}"
         else:
             yield f"  {json.dumps(key)}: {json.dumps(value)}{comma}"
