@@ -9,7 +9,7 @@ import pytest
 from rolemesh.config import RENAMED, Config
 from rolemesh.config.options import locate, options, suggestions, type_words, words_of
 from rolemesh.config.reference import option_names, options_reference
-from rolemesh.config.schema import DataConfig, PoolConfig, TrainerConfig
+from rolemesh.config.schema import DataConfig, PoolConfig, RolloutConfig, TrainerConfig
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "reference" / "options.md"
@@ -51,7 +51,8 @@ def test_renamed_options_lead_to_options_that_exist():
         (TrainerConfig, "max_grad_norm", "a number above 0 or null"),
         (TrainerConfig, "betas", "a list of 2 items, each a number"),
         (TrainerConfig, "sinks", "a list, each item text"),
-        (PoolConfig, "gpus", "a whole number of at least 0"),
+        (RolloutConfig, "top_k", "a whole number of at least 0"),
+        (PoolConfig, "gpus", "a number of at least 0"),
         (DataConfig, "overlong", "one of error, left, right, drop"),
         (DataConfig, "eval", "text or a list, each item a mapping of options or null"),
     ],

@@ -10,7 +10,8 @@ import pytest
 
 from rolemesh.errors import ConfigError
 from rolemesh.plan.gpus import Gpu, device_numbers, parse_query, select_visible, visible_gpus
-from rolemesh.plan.inventory import cgroup_limits, local_inventory, order_nodes, parse_nodes
+from rolemesh.plan.imagined import parse_nodes
+from rolemesh.plan.inventory import cgroup_limits, local_inventory, order_nodes
 
 GIB = 1024**3
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rolemesh.config import Config, ModelFacts
 from rolemesh.plan import Inventory, NodeInfo, build_plan
-from rolemesh.plan.memory import GPU_PROCESS_BYTES, PROCESS_BYTES, REWARD_PROCESS_BYTES, micro_batch_tokens, size
+from rolemesh.plan.memory import (
+    CONTEXT_BYTES,
+    GPU_PROCESS_BYTES,
+    PROCESS_BYTES,
+    REWARD_PROCESS_BYTES,
+    cache_shape,
+    micro_batch_tokens,
+    size,
+)
 
 GIB = 1024**3
 FACTS = ModelFacts(
@@ -34,26 +44,76 @@ def lines(plan, position: int = 0) -> dict[tuple[str, str], int]:
 
 def test_every_line_by_its_formula():
     plan = build_plan(config(), inventory(), FACTS)
+    # The widest of residual stream (8) and attention (4 x 5) counts for activations. The cache has a row more than its 7 slots, and
+    # its 10 columns are rounded up to 16.
     assert lines(plan) == {
         ("", "process"): PROCESS_BYTES,
         ("actor", "weights"): 4 * 1000,
         ("actor", "gradients"): 4 * 1000,
         ("actor", "optimizer"): 8 * 1000,
-        ("actor", "activations"): 50 * 3 * (14 * 8 + 4 * 16) * 4,
-        ("actor", "logits"): 50 * 11 * 12,
+        ("actor", "activations"): 50 * 3 * (58 * 20 + 16 * 16),
+        ("actor", "logits"): 50 * 11 * 24,
         ("rollout", "weights"): 4 * 1000,
-        ("rollout", "KV cache"): 7 * (6 + 4) * 2 * 3 * 2 * 5 * 4,
-        ("rollout", "sampling"): 7 * 11 * 8,
+        ("rollout", "fused copies"): 3 * 8 * (4 * 5 + 2 * 2 * 5 + 2 * 16) * 4,
+        ("rollout", "KV cache"): 8 * 16 * 2 * 3 * 2 * 5 * 4,
+        ("rollout", "sampling"): 7 * 11 * (20 + 4),
+        ("rollout", "passes"): (1024 * (4 * 8 + 4 * 5 + 2 * 2 * 5 + 3 * 16) + 2 * 7 * 4 * 16) * 4,
     }
-    assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES}
-    assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward")]
+    assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES, ("reward", "scoring processes"): (120 + 40) * 2**20}
+    assert lines(plan, 2) == {("actor", "published weights"): 2 * 4 * 1000}
+    assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward"), ("", "node")]
 
 
-def test_half_precision_halves_weights_and_cache_but_not_the_moments():
+def test_critic_and_reference_have_formats_of_their_own():
+    roles = {name: {} for name in ("actor", "rollout", "ref", "critic", "reward")}
+    found = lines(build_plan(config(roles=roles, model={"dtype": "bfloat16"}), inventory(), FACTS))
+    # The critic has no output layer (11 x 8 numbers) but a head of 8 numbers and a bias; it and the reference hold float32.
+    body = 1000 - 11 * 8 + 8 + 1
+    assert found["critic", "weights"] == 4 * body
+    assert found["critic", "optimizer"] == 8 * body
+    assert ("critic", "logits") not in found
+    assert found["ref", "weights"] == 4 * 1000
+    # 16 rows of 10 tokens over 2 ranks are 80 tokens, the option allows 50.
+    assert found["ref", "activations"] == 50 * (40 * 20 + 12 * 16)
+    assert ("ref", "optimizer") not in found
+
+
+def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
-    assert found["actor", "weights"] == 2000
+    assert found["actor", "weights"] == 4000
+    assert found["actor", "bfloat16 copies"] == 2000
+    assert found["actor", "gradients"] == 4000
     assert found["actor", "optimizer"] == 8000
-    assert found["rollout", "KV cache"] == 7 * 10 * 2 * 3 * 2 * 5 * 2
+    assert found["actor", "activations"] == 50 * 3 * (52 * 20 + 8 * 16)
+    assert found["rollout", "weights"] == 2000
+    assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 2
+
+
+def test_the_copy_for_a_checkpoint_comes_when_activations_and_logits_are_gone():
+    large = replace(FACTS, parameters=10**9)
+    found = lines(build_plan(config(), inventory(memory_bytes=2**50), large))
+    assert found["actor", "copy while saving"] == 12 * 10**9 - found["actor", "activations"] - found["actor", "logits"]
+
+
+def test_scoring_processes_are_counted():
+    roles = {"actor": {}, "rollout": {}, "reward": {"processes": 10}}
+    assert lines(build_plan(config(roles=roles), inventory(), FACTS), 1)["reward", "scoring processes"] == (120 + 10 * 40) * 2**20
+    local = build_plan(config(backend="local"), inventory(), FACTS)
+    assert set(lines(local, 1)) == {("reward", "process")}
+
+
+def test_logits_of_a_plain_head_are_held_in_chunks():
+    facts = replace(FACTS, vocab=2**20)
+    # 50 tokens of a million logits: the trainer holds 2**24 of them at a time; a model that scales its logits holds all.
+    assert lines(build_plan(config(), inventory(), facts))["actor", "logits"] == 24 * 2**24
+    assert lines(build_plan(config(), inventory(), replace(facts, plain_head=False)))["actor", "logits"] == 24 * 50 * 2**20
+
+
+def test_deterministic_cache_and_short_contexts():
+    assert cache_shape(config(), FACTS) == (7, 16)
+    assert cache_shape(config(deterministic=True), FACTS) == (16, 16)
+    assert cache_shape(config(data={"max_prompt_tokens": 30, "max_response_tokens": 4}), FACTS) == (7, 48)
+    assert cache_shape(config(data={"max_prompt_tokens": 30, "max_response_tokens": 4}), replace(FACTS, context=32)) == (7, 32)
 
 
 def test_tokens_of_a_micro_batch():
@@ -73,12 +133,12 @@ def test_split_pools_hold_only_what_their_roles_need():
 
 
 def test_a_node_without_enough_memory_is_a_problem():
-    need = 2 * PROCESS_BYTES + REWARD_PROCESS_BYTES
+    need = 2 * PROCESS_BYTES + REWARD_PROCESS_BYTES + 160 * 2**20
     plan = build_plan(config(), inventory(memory_bytes=need), FACTS)  # all processes, nothing for the model
     (problem,) = plan.problems
     assert problem.subject == "node n"
-    assert problem.need == "memory: its processes need about 1.3 GiB"  # 2 x 500 MiB and 350 MiB
-    assert problem.free == "1.3 GiB"
+    assert problem.need == "memory: its processes need about 1.6 GiB"  # 2 x 500, 450, 120 and 40 MiB, and less than 1 of the model
+    assert problem.free == "1.6 GiB"
     big = build_plan(config(rollout={"slots": 10**9}), inventory(), FACTS)
     assert "pools fewer slots" in problem.remedy
     assert "KV cache of rollout" in big.problems[0].remedy
@@ -89,8 +149,9 @@ def test_gpu_memory_counts_apart():
     gpu = config(pools={"main": {"nodes": [2], "gpus": 1}})
     plan = build_plan(gpu, inventory(gpus=2, gpu_memory_bytes=GIB), FACTS)
     assert plan.problems == ()
-    assert plan.memory[0].host_bytes == GPU_PROCESS_BYTES
-    assert plan.memory[0].gpu_bytes == sum(value for (role, _), value in lines(plan).items() if role)
+    # The weights pass through the process's own memory, those of actor and rollout after each other.
+    assert plan.memory[0].host_bytes == GPU_PROCESS_BYTES + 4 * 1000
+    assert plan.memory[0].gpu_bytes == CONTEXT_BYTES + sum(value for (role, _), value in lines(plan).items() if role)
     (problem,) = build_plan(gpu, inventory(gpus=2, gpu_memory_bytes=1000), FACTS).problems
     assert problem.subject == "pool main on node n"
     assert problem.need.startswith("GPU memory")

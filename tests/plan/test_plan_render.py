@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 
 from rolemesh.config import Config, ModelFacts
-from rolemesh.plan import build_plan, parse_nodes, plan_json, render_plan
+from rolemesh.plan import Helper, build_plan, parse_nodes, plan_json, plan_json_text, render_plan
 from rolemesh.plan.render import ranges
 
 FACTS = ModelFacts(
@@ -32,7 +32,7 @@ def test_json_has_the_promised_shape():
     assert data["workers"][-1]["role"] == "reward"
     assert data["workers"][-1]["slot"] is None
     assert data["pools"]["main"]["slots"][2] == {"index": 2, "node": "node-1", "local_index": 0, "cpus": 4.0, "gpus": 1}
-    assert set(data["memory"]) == {"main", "main/reward"}
+    assert set(data["memory"]) == {"main", "main/reward", "node"}
     assert data["memory"]["main"]["total_bytes"] == plan.memory[0].total_bytes
     assert data["problems"] == []
     bad = plan_json(build_plan(GPUS, parse_nodes("1x0:2c"), FACTS))
@@ -75,7 +75,54 @@ def test_ten_thousand_gpus_fit_on_a_screen_in_a_second():
     assert planned < 3
 
 
+def test_equal_nodes_share_a_box_also_when_others_stand_between_them():
+    pattern = ",".join(["1x8:team=red", "1x8:team=blue"] * 50)
+    text = drawn(build_plan(GPUS, parse_nodes(pattern), FACTS))
+    assert "node-0 … node-98 (50), each" in text
+    assert "node-1 … node-99 (50), each" in text
+    assert "actor 0-7, 16-23, 32-39, 48-55, 64-71, 80-87, … (352 more)" in text  # 50 x 8 less 6 x 8
+    assert len(text.splitlines()) < 100
+    few = drawn(build_plan(GPUS, parse_nodes("1x8,1x4,1x8"), FACTS))
+    assert [few.index(f"node-{index} ─") for index in range(3)] == sorted(few.index(f"node-{index} ─") for index in range(3))
+
+
+def test_spares_helpers_layouts_labels_and_stages_are_drawn():
+    config = Config.model_validate(
+        {
+            "pools": {"main": {"gpus": 1, "labels": {"team": "red"}, "capacity_factor": 1.2, "resources": {"NPU": 0.5}}},
+            "roles": {"actor": {}, "rollout": {}, "reward": {}, "judge": {"worker": "my:Judge", "tensor_parallel": 2}},
+        }
+    )
+    text = drawn(build_plan(config, parse_nodes("1x12:H100:team=red:8*NPU"), FACTS, helpers=[Helper(name="store")]))
+    for part in (
+        "pool main, spare",
+        "store",
+        "(helper)",
+        "10 = 5 x 2",
+        "team=red",
+        "6 of 8 NPU",
+        "Predicted step of",
+        "publish",
+        "spare slots",
+    ):
+        assert part in text
+
+
+def test_json_as_text_is_the_same_data():
+    plan = build_plan(GPUS, parse_nodes("2x8"), FACTS, helpers=[Helper(name="store")])
+    lines = list(plan_json_text(plan))
+    data = json.loads("\n".join(lines))
+    assert data == json.loads(json.dumps(plan_json(plan)))
+    assert data["helpers"] == [{"name": "store", "node": "node-0"}]
+    assert data["placement_groups"] == [
+        {"pool": "main", "node": f"node-{node}", "slots": list(range(8 * node, 8 * node + 8)), "processes": 8} for node in (0, 1)
+    ]
+    assert data["layouts"]["actor"] == {"pool": "main", "workers": 16, "tensor_parallel": 1, "data_parallel": 16}
+    assert {"role", "call", "workers", "seconds", "flops", "bytes", "bound"} == set(data["stages"][0])
+
+
 def test_ranges():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert ranges([]) == ""
     assert ranges([3]) == "3"
+    assert ranges([0, 2, 4, 6, 7], 2) == "0, 2, … (3 more)"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from rolemesh.algorithms import Grpo, Ppo
 from rolemesh.config import BUILTIN_MODELS, load_config
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_model, load_tokenizer, save_model
+from rolemesh.plan import versions
+from rolemesh.plan.versions import installed_versions
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.runtime import Worker
 from rolemesh.training.launch import run_training
@@ -173,3 +176,17 @@ def test_rows_that_are_no_text_are_refused(tmp_path: Path) -> None:
     found = refused(tmp_path, f"data.train={tmp_path / 'data.jsonl'}", "data.options={}", "reward=[{name: exact}]")
     assert "2 that are not, first line 2" in found["data.train"]
     assert json.loads(rows[1])["prompt"] == "half \ud800", "valid JSON all the same"
+
+
+def as_if_for_cpus(names: Iterable[str]) -> dict[str, str]:
+    """What is installed, with torch's build for CPUs whichever it is here."""
+    return {**dict(installed_versions(names)), "torch": "2.13.0+cpu"}
+
+
+def test_S29_versions_known_not_to_work_are_refused_with_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site" / "torchvision-0.28.0.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0+cu130\n")
+    monkeypatch.syspath_prepend(site.parent)
+    monkeypatch.setattr(versions, "installed_versions", as_if_for_cpus)
+    assert set(refused(tmp_path, "algorithm.group_size=1")) == {"version of torch and torchvision", "algorithm.group_size"}

@@ -18,7 +18,7 @@ from rolemesh.config import check_config, load_config
 from rolemesh.errors import ConfigError, ResourceError
 from rolemesh.observe import find_run
 from rolemesh.observe.run_dir import ACTIVE
-from rolemesh.plan import build_plan, local_inventory, parse_nodes, plan_json, render_plan
+from rolemesh.plan import build_plan, check_versions, local_inventory, parse_nodes, plan_json_text, render_plan, with_versions
 
 REWARD_EXAMPLE = '''"""A reward of your own: name it in the recipe as `rewards:score`."""
 
@@ -32,15 +32,17 @@ def score(sample, **options):
 '''
 
 
-def plan(arguments: list[str], nodes: str | None, *, as_json: bool) -> int:
+def plan(arguments: list[str], nodes: list[str] | None, *, as_json: bool) -> int:
     """Print the plan; returns the exit code, 3 when resources cannot hold it."""
     config = load_config(*recipe_and_overrides(arguments))
-    problems = check_config(config)
+    inventory = parse_nodes(nodes) if nodes else local_inventory()
+    versions = check_versions(config.rollout.engine)
+    problems = [*check_config(config), *versions.problems]
     if problems:
         raise ConfigError(problems=problems)
-    found = build_plan(config, parse_nodes(nodes) if nodes else local_inventory())
+    found = with_versions(build_plan(config, inventory), versions)
     if as_json:
-        typer.echo(json.dumps(plan_json(found), indent=2))
+        typer.echo("\n".join(plan_json_text(found)))
     else:
         render_plan(found, Console(soft_wrap=False))
     return ResourceError.exit_code if found.problems else 0

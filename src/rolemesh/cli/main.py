@@ -97,7 +97,10 @@ def _lines() -> list[str]:
 @app.command()
 def plan(
     arguments: Arguments = None,
-    nodes: Annotated[str | None, typer.Option(help="Plan for nodes that need not exist: 2x8 is two nodes with eight GPUs each.")] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(help="Plan for nodes that need not exist: 2x8 is two nodes with eight GPUs each. Give it again for others."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What would run where: roles, pools, nodes, CPUs, memory, sizes, and every problem, without starting anything."""

@@ -15,7 +15,6 @@ from rolemesh.config import Config, load_config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.observe import RunDirectory, find_run, write_json
 from rolemesh.observe.console import TrainingDisplay
-from rolemesh.training.checkpoint import newest
 
 
 def _prepare_process() -> None:
@@ -142,5 +141,7 @@ def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: 
 
 def _model_of(directory: RunDirectory) -> str:
     """The override that takes the model of the newest checkpoint, by itself complete. Raises ConfigError when there is none."""
+    from rolemesh.training.checkpoint import newest
+
     folder, _ = newest(directory, "run")
     return f"model.path={json.dumps(str((folder / 'model').resolve()))}"

@@ -15,13 +15,12 @@ from typing import Final
 from rolemesh.config.data_checks import data_problems
 from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files
 from rolemesh.config.packaged import local_path
+from rolemesh.config.pool_checks import check_pools, check_roles
 from rolemesh.config.schema import Config
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
+from rolemesh.names import CRITIC, REF
 from rolemesh.registry import is_import_path, nearest
-
-REQUIRED_ROLES: Final = (ACTOR, ROLLOUT, REWARD)
 
 LONGEST_NAME: Final = 64
 """Characters of a name; with the id of the run behind it, it has to fit into the name of a folder."""
@@ -36,8 +35,8 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     known names of `algorithm.name`, `rollout.engine`, `reward.name` and `trainer.sinks`, which live in higher layers; without it only
     the form of those names is checked.
     """
-    problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {}), *_pools(config), *_roles(config)]
-    problems += _reward(config)
+    problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
+    problems += [*check_pools(config), *check_roles(config), *_reward(config)]
     if training:
         problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
     return problems
@@ -129,74 +128,6 @@ def _named(subject: str, name: str, known: Collection[str] | None) -> Iterator[P
         free=repr(name),
         remedy=f"{remedy}In an import path a colon stands before the last name",
     )
-
-
-def _pools(config: Config) -> Iterator[Problem]:
-    if not config.pools:
-        yield Problem(subject="pools", need="at least one pool is needed", free="none", remedy="Write pools={main: {}}")
-    used = {role.pool for role in config.roles.values()}
-    for name, pool in config.pools.items():
-        if name not in used:
-            yield Problem(
-                subject=f"pools.{name}",
-                need="unused pool: no role names it",
-                free=f"roles use {', '.join(sorted(used)) or 'none'}",
-                remedy=f"Take it out, or set roles.<role>.pool={name}",
-            )
-        if pool.nodes != "auto" and sum(pool.nodes) == 0:
-            yield Problem(
-                subject=f"pools.{name}.nodes",
-                need="must hold at least one slot",
-                free=str(list(pool.nodes)),
-                remedy="Write for example [2] for one node with two slots, or auto",
-            )
-
-
-def _roles(config: Config) -> Iterator[Problem]:
-    for name in REQUIRED_ROLES:
-        if name not in config.roles:
-            yield Problem(
-                subject=f"roles.{name}",
-                need="this role is required",
-                free=f"roles {', '.join(config.roles) or 'none'}",
-                remedy=f"Add roles.{name}.pool={next(iter(config.pools), 'main')}",
-            )
-    for name, role in config.roles.items():
-        if name not in BUILTIN_ROLES and role.worker is None:
-            yield Problem(
-                subject=f"roles.{name}",
-                need=f"must be one of {', '.join(BUILTIN_ROLES)}, or give its own worker class",
-                free=repr(name),
-                remedy=f"{_did_you_mean(name, BUILTIN_ROLES)}For a role of your own set roles.{name}.worker=my_pkg.module:MyWorker",
-            )
-        if role.pool not in config.pools:
-            yield Problem(
-                subject=f"roles.{name}.pool",
-                need=f"must name a pool: {', '.join(config.pools)}",
-                free=repr(role.pool),
-                remedy=f"{_did_you_mean(role.pool, config.pools)}Add the pool, or name one that exists",
-            )
-        if role.cpus is not None and name != REWARD:
-            yield Problem(
-                subject=f"roles.{name}.cpus",
-                need=f"only {REWARD} has processes of its own; {name} lives in the slots of its pool",
-                free=str(role.cpus),
-                remedy=f"Set pools.{role.pool}.cpus instead",
-            )
-        if role.processes is not None and name != REWARD:
-            yield Problem(
-                subject=f"roles.{name}.processes",
-                need=f"only {REWARD} has scoring processes",
-                free=str(role.processes),
-                remedy=f"Set roles.{REWARD}.processes instead",
-            )
-        if config.backend == "local" and name in (ACTOR, CRITIC) and role.workers != "auto" and role.workers > 1:
-            yield Problem(
-                subject=f"roles.{name}.workers",
-                need="backend local runs one process, so this role has one worker",
-                free=str(role.workers),
-                remedy=f"Set roles.{name}.workers=auto, or backend=ray",
-            )
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolemesh.config.gguf_header import GgufHeader, read_gguf_header
+from rolemesh.config.model_sizes import Sizes, count_parameters, head_dim, is_tied
 from rolemesh.config.packaged import PACKAGE, local_path
 from rolemesh.errors import ConfigError
 from rolemesh.registry import nearest
@@ -20,9 +21,6 @@ BUILTIN_MODELS: Final[dict[str, Path]] = {"tiny": Path(__file__).parent.parent /
 """Models that rolemesh makes from scratch: name -> folder with `config.json` and tokenizer."""
 
 GGUF: Final = ".gguf"
-
-# Families whose heads are tied when config.json is silent; transformers writes the key whenever it differs from the family's default.
-_TIED_BY_DEFAULT: Final = ("gemma", "gpt2", "gpt_neo", "bloom", "opt", "cohere", "falcon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,37 @@ class ModelFacts:
     tied: bool
     """Input and output embeddings are one tensor."""
     parameters: int
-    """Number of parameters: exact for dense Llama- and Qwen-like models, an estimate for others."""
+    """Number of parameters: exact for the architectures of `model_sizes.py`, an estimate for others."""
+    active_parameters: int = 0
+    """Parameters that one token passes through: fewer than `parameters` in a mixture of experts; 0 when all do."""
+    experts: int = 0
+    """Experts of one token; 0 without a mixture."""
+    mlp_size: int = 0
+    """Intermediate numbers of one token over all its experts; 0 when that is `intermediate`."""
+    plain_head: bool = True
+    """Logits are the output layer's and nothing else, so that they can be computed for some positions only."""
+    context: int = 0
+    """Most tokens of a sequence; 0 when the config does not say."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token in the wider of residual stream and attention."""
+        return max(self.hidden, self.heads * self.head_dim)
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate numbers of one token."""
+        return self.mlp_size or self.intermediate
+
+    @property
+    def body_parameters(self) -> int:
+        """Parameters without a separate output layer, and with one number out: a critic's."""
+        return self.parameters - (0 if self.tied else self.vocab * self.hidden) + self.hidden + 1
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters that every token is multiplied with: active ones without embeddings and output layer."""
+        return (self.active_parameters or self.parameters) - self.vocab * self.hidden * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,33 +194,43 @@ def _gguf_facts(header: GgufHeader, file: Path) -> ModelFacts:
         vocab=_size({"vocab_size": vocab}, file, "vocab_size"),
         tied="output.weight" not in header.tensors,
         parameters=sum(header.tensors.values()),
+        context=int(header.size("context_length") or 0),
     )
 
 
 def _facts(data: Mapping[str, Any], file: Path) -> ModelFacts:
-    layers = _size(data, file, "num_hidden_layers", "n_layer", "num_layers")
     hidden = _size(data, file, "hidden_size", "n_embd", "d_model")
     heads = _size(data, file, "num_attention_heads", "n_head", "num_heads")
-    vocab = _size(data, file, "vocab_size")
-    kv_heads = int(data.get("num_key_value_heads") or heads)
-    head_dim = int(data.get("head_dim") or hidden // heads)
-    intermediate = int(data.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden)
     family = str(data.get("model_type", ""))
-    tied = bool(data.get("tie_word_embeddings", family.startswith(_TIED_BY_DEFAULT)))
-    facts = ModelFacts(
+    sizes = Sizes(
         family=family,
-        layers=layers,
+        layers=_size(data, file, "num_hidden_layers", "n_layer", "num_layers"),
+        hidden=hidden,
+        query=heads * head_dim(family, data, hidden, heads),
+        key_value=int(data.get("num_key_value_heads") or heads) * head_dim(family, data, hidden, heads),
+        head_dim=head_dim(family, data, hidden, heads),
+        intermediate=int(data.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden),
+        vocab=_size(data, file, "vocab_size"),
+        tied=is_tied(family, data),
+    )
+    counted = count_parameters(sizes, data)
+    return ModelFacts(
+        family=family,
+        layers=sizes.layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        vocab=vocab,
-        tied=tied,
-        parameters=0,
+        kv_heads=sizes.key_value // sizes.head_dim,
+        head_dim=sizes.head_dim,
+        intermediate=sizes.intermediate,
+        vocab=sizes.vocab,
+        tied=sizes.tied,
+        parameters=counted.parameters,
+        active_parameters=counted.active if counted.active != counted.parameters else 0,
+        experts=counted.experts,
+        mlp_size=counted.mlp_size,
+        plain_head=not any(data.get(key) not in (None, 1, 1.0) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")),
+        context=int(data.get("max_position_embeddings") or data.get("n_positions") or 0),
     )
-    count = _plain_parameters if "n_embd" in data or "ffn_dim" in data else _gated_parameters
-    return ModelFacts(**{name: getattr(facts, name) for name in facts.__slots__ if name != "parameters"}, parameters=count(facts, data))
 
 
 def _size(data: Mapping[str, Any], file: Path, *keys: str) -> int:
@@ -206,33 +244,3 @@ def _size(data: Mapping[str, Any], file: Path, *keys: str) -> int:
         repr(data.get(keys[0])),
         "Only decoder-only language models can be used",
     )
-
-
-def _gated_parameters(facts: ModelFacts, data: Mapping[str, Any]) -> int:
-    """Llama and Qwen shape: RMSNorm, grouped-query attention, gated MLP (dense, or a mixture of experts with a linear router)."""
-    query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    attention = facts.hidden * (query + 2 * key_value) + query * facts.hidden
-    if facts.family.startswith("qwen2"):
-        attention += query + 2 * key_value
-    elif data.get("attention_bias"):
-        attention += query + 2 * key_value + facts.hidden
-    if facts.family.startswith("qwen3"):
-        attention += 2 * facts.head_dim
-    experts = int(data.get("num_experts") or data.get("num_local_experts") or 0)
-    if experts:
-        mlp = experts * 3 * facts.hidden * int(data.get("moe_intermediate_size") or facts.intermediate) + experts * facts.hidden
-    else:
-        mlp = 3 * facts.hidden * facts.intermediate + (2 * facts.intermediate + facts.hidden if data.get("mlp_bias") else 0)
-    norms = (4 if facts.family.startswith(("gemma2", "gemma3")) else 2) * facts.hidden
-    embeddings = facts.vocab * facts.hidden * (1 if facts.tied else 2)
-    return embeddings + facts.layers * (attention + mlp + norms) + facts.hidden
-
-
-def _plain_parameters(facts: ModelFacts, data: Mapping[str, Any]) -> int:
-    """GPT-2 shape: learned positions, LayerNorm with bias, full attention and a two-layer MLP, all with biases."""
-    hidden = facts.hidden
-    positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) * hidden
-    attention = 4 * hidden * hidden + 4 * hidden
-    mlp = 2 * hidden * facts.intermediate + facts.intermediate + hidden
-    embeddings = facts.vocab * hidden * (1 if facts.tied else 2) + positions
-    return embeddings + facts.layers * (attention + mlp + 4 * hidden) + 2 * hidden

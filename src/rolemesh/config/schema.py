@@ -215,6 +215,8 @@ class RoleConfig(Section):
     """Scoring processes of one reward worker; one for each of its CPUs when not set. More than that pays if functions wait."""
     worker: str | None = None
     """Own worker class by import path, instead of the built-in one of the role."""
+    tensor_parallel: Positive = 1
+    """Workers that hold one copy of the model together; they share a node. Only for an own `worker` class so far."""
 
 
 class PoolConfig(Section):
@@ -222,10 +224,21 @@ class PoolConfig(Section):
 
     nodes: tuple[NotNegative, ...] | Literal["auto"] = "auto"
     """Slots per node: `[2]` is one node with two, `[4, 2]` two uneven nodes; `auto` derives them from the machine."""
-    gpus: NotNegative = 0
-    """GPUs of one slot."""
+    gpus: NotNegativeFloat = 0
+    """GPUs of one slot, a whole number; for a part of one set `share`."""
+    share: PositiveFloat = 1
+    """Slots that share one device: 2 gives each a half of it. Whole numbers only."""
+    resources: dict[str, PositiveFloat] = {}
+    """What else one slot takes, by the cluster's name for it: other accelerators (`{NPU: 1}`) or custom resources. Nodes without it hold
+    no process of the pool."""
+    accelerator_type: str | None = None
+    """Accelerator that the pool's nodes must have, such as `H100`; any when not set."""
+    labels: dict[str, str] = {}
+    """Labels that the pool's nodes must have, such as `{team: red}`. They bind every process of the pool, helpers too."""
     cpus: PositiveFloat | None = None
     """CPUs of one slot; derived when not set."""
+    capacity_factor: Annotated[float, Field(ge=1)] = 1.0
+    """Slots held in all for each one in use: with 1.2, ten slots have two spares, which replace workers that die."""
 
 
 class TrainerConfig(Section):

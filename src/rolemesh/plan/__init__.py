@@ -3,22 +3,33 @@
 `build_plan(config, inventory)` is pure and reports every problem at once; `rolemesh plan` prints its result, a session launches exactly it.
 """
 
-from rolemesh.plan.build import build_plan
-from rolemesh.plan.inventory import local_inventory, order_nodes, parse_nodes
-from rolemesh.plan.render import plan_json, render_plan
+from rolemesh.plan.as_json import plan_json, plan_json_text
+from rolemesh.plan.build import Helper, build_plan
+from rolemesh.plan.imagined import parse_nodes
+from rolemesh.plan.inventory import local_inventory, order_nodes
+from rolemesh.plan.pools import merge_pools, split_pool
+from rolemesh.plan.render import render_plan
 from rolemesh.plan.schema import Inventory, NodeInfo, Plan, PoolPlan, Slot, WorkerPlan
+from rolemesh.plan.versions import VersionReport, check_versions, with_versions
 
 __all__ = [
+    "Helper",
     "Inventory",
     "NodeInfo",
     "Plan",
     "PoolPlan",
     "Slot",
+    "VersionReport",
     "WorkerPlan",
     "build_plan",
+    "check_versions",
     "local_inventory",
+    "merge_pools",
     "order_nodes",
     "parse_nodes",
     "plan_json",
+    "plan_json_text",
     "render_plan",
+    "split_pool",
+    "with_versions",
 ]

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC
-from rolemesh.plan.ledger import number, open_ledgers
-from rolemesh.plan.memory import check_memory, pool_memory, reward_memory
+from rolemesh.plan.balance import balance_hints
+from rolemesh.plan.costs import predict_stages, step_seconds
+from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
+from rolemesh.plan.memory import WITH_MODEL, check_memory, node_memory, pool_memory, reward_memory
 from rolemesh.plan.placement import PROCESS_ROLES, Counts, Placement, place, too_many_workers
-from rolemesh.plan.schema import Inventory, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
+from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.shares import Shares, divide_cpus
+from rolemesh.plan.spares import spare_advice, starved
 from rolemesh.registry import nearest
 
 
-def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = None) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Helper:
+    """An actor beside the workers that the run needs: one in all, or one on each node that it uses. It counts no CPU."""
+
+    name: str
+    each_node: bool = False
+
+
+def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = None, *, helpers: Sequence[Helper] = ()) -> Plan:
     """Place every worker of the run on the nodes, or say why that is impossible: `problems` holds all that keeps it from starting.
 
-    Expects a config that `check_config` accepts; what depends on the machine is checked here. Never raises for a bad plan.
+    Helpers get the nodes that workers use and no others, so what binds a pool binds them. Expects a config that `check_config` accepts;
+    what depends on the machine is checked here. Never raises for a bad plan.
     """
     problems = _unknown_pools(config)
     if not inventory.nodes:
@@ -31,22 +44,35 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
     placement = place(config, ledgers)
     shares = divide_cpus(config, placement, ledgers)
     pools = {name: _pool_plan(config, name, placement, shares) for name in config.pools}
-    workers: list[WorkerPlan] = []
+    workers: dict[str, list[WorkerPlan]] = {}
     problems += placement.problems
     for role in config.roles:
         if role in PROCESS_ROLES:
-            workers += _process_workers(config, role, placement, shares)
+            workers[role] = list(_process_workers(config, role, placement, shares))
         elif config.roles[role].pool in placement.slots:
-            workers += _slot_workers(config, role, pools[config.roles[role].pool], problems)
-    facts, memory = _memory(config, facts, inventory.nodes, placement, workers, problems)
+            workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
+    models = _models(config, facts, problems)
+    memory = _memory(config, models, inventory.nodes, placement, workers, problems)
+    stages = tuple(predict_stages(config, models, inventory.nodes, workers))
+    step = step_seconds(stages, {name: role.pool for name, role in config.roles.items()})
+    complete = not placement.problems
     return Plan(
         nodes=inventory.nodes,
         origin=inventory.origin,
         pools=pools,
-        workers=tuple(workers),
+        workers=tuple(worker for group in workers.values() for worker in group),
         memory=memory,
-        derived=_derived(config, facts, pools, workers),
-        warnings=(*shares.warnings, *_warnings(config, inventory.nodes, pools, workers, not placement.problems)),
+        derived=_derived(config, models.get(ACTOR), pools, workers),
+        layouts={role: _layout(config, role, len(group)) for role, group in workers.items() if group},
+        helpers=tuple(_helpers(helpers, workers)),
+        stages=stages,
+        seconds_per_step=step,
+        warnings=(
+            *shares.warnings,
+            *_spare_warnings(config, inventory.nodes, placement),
+            *_warnings(config, ledgers, pools, workers, complete),
+            *(balance_hints(config, stages, step) if complete else ()),
+        ),
         problems=tuple(problems),
     )
 
@@ -65,11 +91,18 @@ def _unknown_pools(config: Config) -> list[Problem]:
 
 
 def _pool_plan(config: Config, name: str, placement: Placement, shares: Shares) -> PoolPlan:
-    slots: list[Slot] = []
-    for node, count in placement.slots.get(name, {}).items():
-        cpus, gpus = shares.slots[name, node], config.pools[name].gpus
-        slots += [Slot(index=len(slots) + local, node=node, local_index=local, cpus=cpus, gpus=gpus) for local in range(count)]
-    return PoolPlan(name=name, slots=tuple(slots))
+    pool, slots, local = config.pools[name], list[Slot](), dict.fromkeys(placement.slots.get(name, {}), 0)
+    gpus, resources = slot_gpus(pool), slot_resources(pool)
+    places = [(node, count) for counts in (placement.slots, placement.spares) for node, count in counts.get(name, {}).items()]
+    for node, count in places:
+        cpus, first = shares.slots[name, node], local.get(node, 0)
+        slots += [
+            Slot(index=len(slots) + offset, node=node, local_index=first + offset, cpus=cpus, gpus=gpus, resources=resources)
+            for offset in range(count)
+        ]
+        local[node] = first + count
+    used = sum(placement.slots.get(name, {}).values())
+    return PoolPlan(name=name, slots=tuple(slots[:used]), spares=tuple(slots[used:]))
 
 
 def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Problem]) -> Iterator[WorkerPlan]:
@@ -81,45 +114,92 @@ def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Prob
     if count > len(pool.slots):
         problems.append(too_many_workers(role, pool.name, count, len(pool.slots)))
     for slot in pool.slots[:count]:
-        yield WorkerPlan(role=role, rank=slot.index, pool=pool.name, node=slot.node, slot=slot.index, cpus=slot.cpus, gpus=slot.gpus)
+        yield WorkerPlan(
+            role=role,
+            rank=slot.index,
+            pool=pool.name,
+            node=slot.node,
+            slot=slot.index,
+            cpus=slot.cpus,
+            gpus=slot.gpus,
+            resources=slot.resources,
+        )
 
 
 def _process_workers(config: Config, role: str, placement: Placement, shares: Shares) -> Iterator[WorkerPlan]:
-    rank = 0
+    rank, nothing = 0, dict[str, float]()
+    pool = config.roles[role].pool
     for node, count in placement.processes.get(role, {}).items():
+        cpus = shares.processes[role, node]
         for _ in range(count):
-            yield WorkerPlan(
-                role=role, rank=rank, pool=config.roles[role].pool, node=node, slot=None, cpus=shares.processes[role, node], gpus=0
-            )
+            yield WorkerPlan(role=role, rank=rank, pool=pool, node=node, slot=None, cpus=cpus, gpus=0, resources=nothing)
             rank += 1
+
+
+def _layout(config: Config, role: str, workers: int) -> Layout:
+    parts = config.roles[role].tensor_parallel
+    return Layout(pool=config.roles[role].pool, workers=workers, tensor_parallel=parts, data_parallel=workers // parts)
+
+
+def _helpers(helpers: Sequence[Helper], workers: Mapping[str, list[WorkerPlan]]) -> Iterator[HelperPlan]:
+    nodes = sorted({worker.node for group in workers.values() for worker in group})
+    for helper in helpers:
+        for node in nodes if helper.each_node else nodes[:1]:
+            yield HelperPlan(name=helper.name, node=node)
+
+
+def _models(config: Config, facts: ModelFacts | None, problems: list[Problem]) -> dict[str, ModelFacts]:
+    """The model of each role that has one; a problem for each that cannot be read."""
+    found: dict[str, ModelFacts] = {}
+    try:
+        policy = facts or read_model_facts(config.model.path)
+    except ConfigError as error:
+        problems += error.problems
+        return {}
+    for role in config.roles:
+        if role in WITH_MODEL:
+            found[role] = policy
+    if CRITIC in found and config.algorithm.critic_path is not None:
+        try:
+            found[CRITIC] = read_model_facts(config.algorithm.critic_path)
+        except ConfigError as error:
+            problems += [replace(problem, subject="algorithm.critic_path") for problem in error.problems]
+    return found
 
 
 def _memory(
     config: Config,
-    facts: ModelFacts | None,
+    models: Mapping[str, ModelFacts],
     nodes: tuple[NodeInfo, ...],
     placement: Placement,
-    workers: list[WorkerPlan],
+    workers: Mapping[str, list[WorkerPlan]],
     problems: list[Problem],
-) -> tuple[ModelFacts | None, tuple[PoolMemory, ...]]:
-    if facts is None:
-        try:
-            facts = read_model_facts(config.model.path)
-        except ConfigError as error:
-            problems += error.problems
-            return None, ()
-    actors = sum(worker.role == ACTOR for worker in workers)
-    memory = [pool_memory(config, name, facts, actors) for name in placement.slots]
-    places: list[Counts] = list(placement.slots.values())
+) -> tuple[PoolMemory, ...]:
+    if not models:
+        return ()
+    ranks = {role: len(group) for role, group in workers.items()}
+    memory, places = [], list[Counts]()
+    for name, counts in placement.slots.items():
+        memory.append(pool_memory(config, name, models, ranks))
+        spares = placement.spares.get(name, {})
+        places.append({node: counts.get(node, 0) + spares.get(node, 0) for node in {**counts, **spares}})
     for role, counts in placement.processes.items():
         memory.append(reward_memory(config, role))
         places.append(counts)
-    problems += check_memory(nodes, memory, places, {name: pool.gpus for name, pool in config.pools.items()})
-    return facts, tuple(memory)
+    if ACTOR in models:
+        memory.append(node_memory(models[ACTOR]))
+        places.append({node: 1 for counts in placement.slots.values() for node in counts})
+    problems += check_memory(nodes, memory, places, {name: _devices(config, name) for name in config.pools})
+    return tuple(memory)
+
+
+def _devices(config: Config, pool: str) -> float:
+    """Devices of one slot: GPUs, or those that its other resources stand for."""
+    return slot_gpus(config.pools[pool]) or sum(amount for name, amount in slot_resources(config.pools[pool]).items() if name in DEVICES)
 
 
 def _derived(
-    config: Config, facts: ModelFacts | None, pools: dict[str, PoolPlan], workers: list[WorkerPlan]
+    config: Config, facts: ModelFacts | None, pools: dict[str, PoolPlan], workers: Mapping[str, list[WorkerPlan]]
 ) -> dict[str, float | int | str]:
     """Sizes that follow from the options, so that nobody has to work them out."""
     trainer = config.trainer
@@ -136,31 +216,51 @@ def _derived(
         derived["steps_per_epoch"] = round((config.data.train[0].size or config.data.size) / trainer.prompts_per_step, 2)
     if facts is not None:
         derived["parameters"] = facts.parameters
-    slots = {(worker.pool, worker.slot) for worker in workers if worker.slot is not None}
-    beside = [worker for worker in workers if worker.slot is None]
-    cpus = sum(slot.cpus for pool in pools.values() for slot in pool.slots) + sum(worker.cpus for worker in beside)
+    beside = [worker for role in PROCESS_ROLES for worker in workers.get(role, ())]
+    slots = [slot for pool in pools.values() for slot in (*pool.slots, *pool.spares)]
     derived |= {
-        "workers": len(workers),
-        "processes": len(slots) + len(beside),
-        "cpus": round(cpus, 2),
-        "gpus": sum(slot.gpus for pool in pools.values() for slot in pool.slots),
+        "workers": sum(len(group) for group in workers.values()),
+        "processes": sum(_used(workers, name) for name in pools) + len(beside),
+        "cpus": round(sum(slot.cpus for slot in slots) + sum(worker.cpus for worker in beside), 2),
+        "gpus": _whole(sum(slot.gpus for slot in slots)),
     }
+    if spares := sum(len(pool.spares) for pool in pools.values()):
+        derived["spare_slots"] = spares
+    for name in dict.fromkeys(key for slot in slots for key in slot.resources):
+        derived[name] = _whole(sum(slot.resources.get(name, 0) for slot in slots))
     return derived
 
 
+def _used(workers: Mapping[str, list[WorkerPlan]], pool: str) -> int:
+    """Slots of the pool that hold a worker: those of its largest role, since each takes the first ones."""
+    return max((len(group) for group in workers.values() if group and group[0].pool == pool and group[0].slot is not None), default=0)
+
+
+def _whole(amount: float) -> float | int:
+    """Shares add up to whole devices but for rounding."""
+    return round(amount) if abs(amount - round(amount)) < 1e-6 else round(amount, 2)
+
+
+def _spare_warnings(config: Config, nodes: tuple[NodeInfo, ...], placement: Placement) -> Iterator[str]:
+    """What spares cost others, found by placing everything once more without them; and what they are good for."""
+    if any(pool.capacity_factor > 1 for pool in config.pools.values()):
+        pools = {name: pool.model_copy(update={"capacity_factor": 1.0}) for name, pool in config.pools.items()}
+        yield from starved(placement, place(config.model_copy(update={"pools": pools}), open_ledgers(nodes)))
+        yield from spare_advice(placement, config.pools)
+
+
 def _warnings(
-    config: Config, nodes: tuple[NodeInfo, ...], pools: dict[str, PoolPlan], workers: list[WorkerPlan], complete: bool
+    config: Config, ledgers: Sequence[Ledger], pools: dict[str, PoolPlan], workers: Mapping[str, list[WorkerPlan]], complete: bool
 ) -> Iterator[str]:
     for name, pool in pools.items():
-        used = len({worker.slot for worker in workers if worker.pool == name and worker.slot is not None})
+        used = _used(workers, name)
         if used < len(pool.slots):
             yield f"pool {name}: {len(pool.slots) - used} of {len(pool.slots)} slots hold no worker"
-    actors = sum(worker.role == ACTOR for worker in workers)
+    actors = len(workers.get(ACTOR, ()))
     rows = config.trainer.prompts_per_step * config.algorithm.group_size // config.trainer.minibatches
     if actors > rows:
         yield f"actor: {actors} workers share mini-batches of {rows} rows, so {actors - rows} of them idle; raise trainer.prompts_per_step"
-    taken = sum(slot.gpus for pool in pools.values() for slot in pool.slots)
-    gpus = sum(node.gpus if node.free_gpus is None else node.free_gpus for node in nodes)
-    if complete and taken < gpus:
-        hint = "" if taken else "; pools.<pool>.gpus=1 uses them"
-        yield f"{number(gpus - taken)} of {number(gpus)} free GPUs are in no pool{hint}"
+    gpus, left = sum(ledger.node.usable(GPU) for ledger in ledgers), sum(ledger.gpus for ledger in ledgers)
+    if complete and left > 0:
+        hint = "" if left < gpus else "; pools.<pool>.gpus=1 uses them"
+        yield f"{number(left)} of {number(gpus)} free GPUs are in no pool{hint}"

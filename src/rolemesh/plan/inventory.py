@@ -1,5 +1,5 @@
-"""What machines there are: this one, or imagined ones (`--nodes 2x8`). A cluster's inventory comes from its backend, ordered by
-`order_nodes`.
+"""What machines there are: this one; imagined ones are made in `imagined.py`, and a cluster's inventory comes from its backend, ordered
+by `order_nodes`.
 
 Called by the command line and by sessions; the result goes into `build_plan`.
 """
@@ -16,17 +16,10 @@ from typing import Final
 
 import psutil
 
-from rolemesh.errors import ConfigError
 from rolemesh.plan.gpus import visible_gpus
 from rolemesh.plan.schema import Inventory, NodeInfo
 
-GIB: Final = 1024**3
-ASSUMED_CPUS_PER_GPU: Final = 8
-ASSUMED_GPU_MEMORY: Final = 80 * GIB
-ASSUMED_MEMORY_PER_GPU: Final = 128 * GIB
-ASSUMED_MEMORY_PER_CPU: Final = 4 * GIB
-
-_NODES = re.compile(r"^(?P<count>\d+)x(?P<gpus>\d+)(?::(?P<cpus>\d+)c)?$")
+VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def local_inventory() -> Inventory:
@@ -40,6 +33,8 @@ def local_inventory() -> Inventory:
         gpus=len(gpus),
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
         gpu_type=gpus[0].name if gpus else "",
+        address="127.0.0.1",
+        visible_devices=f"{VISIBLE_DEVICES}={os.environ[VISIBLE_DEVICES]}" if VISIBLE_DEVICES in os.environ else None,
     )
     return Inventory(nodes=(node,), origin="this machine")
 
@@ -93,43 +88,6 @@ def _cpu_quota(folder: Path) -> float:
 def _memory_limit(folder: Path) -> int:
     text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
     return int(text) if text.isdigit() else _NO_MEMORY_LIMIT
-
-
-def parse_nodes(text: str) -> Inventory:
-    """Imagined machines: `2x8` is two nodes with 8 GPUs each, `2x8,1x4` three nodes, `2x8:64c` gives the CPUs of a node, `1x0:2c` is a
-    node without GPUs.
-
-    Assumed where not said: 8 CPUs a GPU, 80 GiB of memory on a GPU, and node memory of 128 GiB a GPU (4 GiB a CPU without GPUs).
-    Raises ConfigError on any other form.
-    """
-    nodes: list[NodeInfo] = []
-    for part in text.replace(" ", ",").split(","):
-        if not part:
-            continue
-        match = _NODES.match(part)
-        count, gpus = (int(match["count"]), int(match["gpus"])) if match else (0, 0)
-        cpus = int(match["cpus"]) if match and match["cpus"] else ASSUMED_CPUS_PER_GPU * gpus
-        if count == 0 or cpus == 0:
-            raise ConfigError.one(
-                "--nodes",
-                "must look like 2x8 (two nodes with 8 GPUs each), 2x8:64c (64 CPUs a node), 1x0:2c (no GPUs) or 2x8,1x4",
-                repr(part),
-                "Give at least one node, and CPUs where there are no GPUs",
-            )
-        nodes += [_imagined(len(nodes) + offset, gpus, cpus) for offset in range(count)]
-    if not nodes:
-        raise ConfigError.one("--nodes", "must name at least one node", repr(text), "Write for example 2x8")
-    return Inventory(nodes=tuple(nodes), origin=f"--nodes {text}")
-
-
-def _imagined(index: int, gpus: int, cpus: int) -> NodeInfo:
-    return NodeInfo(
-        name=f"node-{index}",
-        cpus=float(cpus),
-        memory_bytes=max(ASSUMED_MEMORY_PER_GPU * gpus, ASSUMED_MEMORY_PER_CPU * cpus),
-        gpus=gpus,
-        gpu_memory_bytes=ASSUMED_GPU_MEMORY if gpus else 0,
-    )
 
 
 def order_nodes(names: Iterable[str]) -> list[str]:

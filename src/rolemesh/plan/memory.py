@@ -1,24 +1,37 @@
-"""Memory of one slot's process, estimated from the model's sizes. Called by `build.py`.
+"""Memory of one slot's process and of the node around it, estimated from the model's sizes. Called by `build.py`.
 
-Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. With P parameters of b bytes:
+Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
+workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
+bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone):
 
 | what | bytes | who |
 |---|---|---|
-| weights | P b | every role with a model |
-| gradients | P b | actor, critic |
-| optimizer | 8 P (two float32 moments of AdamW) | actor, critic |
-| activations | T layers (14 hidden + 4 intermediate) b: what one block keeps for its backward pass | actor, critic |
-| logits | 12 T vocab (float32 logits, log-softmax and their gradient) | actor |
-| KV cache | slots (prompt + response) 2 layers kv_heads head_dim b | rollout |
-| sampling | 8 slots vocab (float32 logits and a copy) | rollout |
+| weights | 4 P; P b | actor, critic, ref; rollout |
+| bfloat16 copies | 2 P, kept by autocast from forward to backward; none in float32 | actor, critic |
+| gradients | 4 P, one flat vector | actor, critic |
+| optimizer | 8 P: two float32 moments of AdamW | actor, critic |
+| activations | T layers (58 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
+| activations | T (40 w + 12 i): one block, nothing is kept | ref |
+| logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
+| copy while saving | 12 P: weights and moments. Only what exceeds activations and logits, which are gone by then | actor, critic |
+| fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
+| KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
+| sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
+| passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
+| loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
+| context | on a device: 600 MiB | each process |
+| scoring processes | 120 MiB, and 40 MiB for each of them | reward |
+| published weights | 8 P: one version in the node's shared memory, and the buffer it is packed in | each node |
 
-T is the tokens of a micro-batch: `trainer.micro_batch_tokens`, or fewer when a rank's part of a mini-batch is smaller.
+T is the tokens of a micro-batch: `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of
+hidden and heads head_dim, i the intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a
+token. The constants of activations and logits are bounds of what was measured on seven architectures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -26,7 +39,8 @@ from rolemesh.config.model_files import ModelFacts
 from rolemesh.config.schema import Config
 from rolemesh.errors import Problem
 from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
-from rolemesh.plan.placement import PROCESS_ROLES
+from rolemesh.plan.ledger import has_device
+from rolemesh.plan.placement import PROCESS_ROLES, scoring_processes
 from rolemesh.plan.schema import MemoryLine, NodeInfo, PoolMemory
 
 MIB: Final = 1024**2
@@ -34,69 +48,137 @@ PROCESS_BYTES: Final = 500 * MIB
 """A process that has imported torch and transformers."""
 GPU_PROCESS_BYTES: Final = 3 * 1024 * MIB
 """The same with CUDA's libraries and pinned buffers."""
-REWARD_PROCESS_BYTES: Final = 350 * MIB
-"""A reward process: Python, Arrow and the verifiers, no torch."""
+CONTEXT_BYTES: Final = 600 * MIB
+"""What a process takes of its device before any model: CUDA's context and workspaces. Assumed, not measured yet."""
+REWARD_PROCESS_BYTES: Final = 450 * MIB
+"""A reward worker: Python, Ray, Arrow and what the roles import."""
+SCORING_BYTES: Final = 120 * MIB
+"""The process that scoring processes are forked from, with the verifiers and their libraries; measured, the larger ones take 114."""
+SCORING_PROCESS_BYTES: Final = 40 * MIB
+"""One of them: pages of its own; measured, 26 when it begins."""
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
+FAST_FAMILIES: Final = ("llama", "qwen2", "qwen3")
+"""Architectures whose weights the built-in rollout engine fuses."""
+
+_HEAD_CHUNK: Final = 2**24  # logits that the trainer holds at a time
+_PREFILL_TOKENS: Final = 1024
+_CACHE_STEP: Final = 16
 
 
-def pool_memory(config: Config, pool: str, facts: ModelFacts, actors: int) -> PoolMemory:
-    """One slot's process of the pool with all its roles. `actors` is the number of data-parallel ranks that share a mini-batch."""
-    roles = [name for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES]
-    on_gpu = config.pools[pool].gpus > 0
-    lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES)]
+def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], ranks: Mapping[str, int]) -> PoolMemory:
+    """One slot's process of the pool with all its roles. `facts` has the model of each role, `ranks` its number of workers."""
+    roles = [name for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES and name in facts]
+    on_device = has_device(config.pools[pool])
+    lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
+    models: list[MemoryLine] = []
     for role in roles:
-        if role in WITH_MODEL:
-            lines += [replace(line, on_gpu=on_gpu) for line in _role_lines(config, role, facts, actors)]
-    return PoolMemory(pool=pool, lines=tuple(lines))
+        models += [replace(line, on_gpu=on_device) for line in _role_lines(config, role, facts[role], max(1, ranks.get(role, 0)))]
+    if on_device:
+        lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
+    if on_device and models:
+        lines.append(MemoryLine(role="", what="loading", bytes=max(line.bytes for line in models if line.what == "weights")))
+    return PoolMemory(pool=pool, lines=(*lines, *models))
 
 
 def reward_memory(config: Config, role: str) -> PoolMemory:
     """One process of a role that has its own."""
-    line = MemoryLine(role=role, what="process", bytes=REWARD_PROCESS_BYTES)
-    return PoolMemory(pool=config.roles[role].pool, process=role, lines=(line,))
+    scoring = SCORING_BYTES + scoring_processes(config, role) * SCORING_PROCESS_BYTES
+    lines = [MemoryLine(role=role, what="process", bytes=REWARD_PROCESS_BYTES)]
+    if config.backend != "local":
+        lines.append(MemoryLine(role=role, what="scoring processes", bytes=scoring))
+    return PoolMemory(pool=config.roles[role].pool, process=role, lines=tuple(lines))
 
 
-def _role_lines(config: Config, role: str, facts: ModelFacts, actors: int) -> Iterator[MemoryLine]:
+def node_memory(facts: ModelFacts) -> PoolMemory:
+    """What the processes of a node share, once."""
+    return PoolMemory(pool="", process="node", lines=(MemoryLine(role=ACTOR, what="published weights", bytes=8 * facts.parameters),))
+
+
+def _role_lines(config: Config, role: str, facts: ModelFacts, ranks: int) -> Iterator[MemoryLine]:
+    lines = {ROLLOUT: _rollout, REF: _reference}.get(role, _trained)
+    yield from (MemoryLine(role=role, what=what, bytes=count) for what, count in lines(config, role, facts, ranks).items())
+
+
+def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
+    half = config.model.dtype == "bfloat16"
+    parameters = facts.parameters if role == ACTOR else facts.body_parameters
+    tokens = micro_batch_tokens(config, ranks)
+    wide = facts.width
+    kept = (52 * wide + 8 * facts.mlp_width if half else 58 * wide + 16 * facts.mlp_width) + (20 if half else 8) * wide * facts.experts
+    found = {"weights": 4 * parameters}
+    if half:
+        found["bfloat16 copies"] = 2 * parameters
+    found |= {"gradients": 4 * parameters, "optimizer": 8 * parameters, "activations": tokens * facts.layers * kept}
+    if role == ACTOR:
+        found["logits"] = _logits(tokens, facts)
+    if (beyond := 12 * parameters - found["activations"] - found.get("logits", 0)) > 0:
+        found["copy while saving"] = beyond
+    return found
+
+
+def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
+    tokens = micro_batch_tokens(config, ranks, minibatches=1)
+    block = 40 * facts.width + 12 * facts.mlp_width
+    return {"weights": 4 * facts.parameters, "activations": tokens * block, "logits": _logits(tokens, facts)}
+
+
+def _logits(tokens: int, facts: ModelFacts) -> int:
+    elements = tokens * facts.vocab
+    return 24 * (min(elements, _HEAD_CHUNK) if facts.plain_head else elements)
+
+
+def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
     width = 2 if config.model.dtype == "bfloat16" else 4
-    yield MemoryLine(role=role, what="weights", bytes=facts.parameters * width)
-    if role in TRAINED:
-        tokens = micro_batch_tokens(config, actors)
-        block = 14 * facts.hidden + 4 * facts.intermediate
-        yield MemoryLine(role=role, what="gradients", bytes=facts.parameters * width)
-        yield MemoryLine(role=role, what="optimizer", bytes=facts.parameters * 8)
-        yield MemoryLine(role=role, what="activations", bytes=tokens * facts.layers * block * width)
-        if role == ACTOR:
-            yield MemoryLine(role=role, what="logits", bytes=tokens * facts.vocab * 12)
-    if role == ROLLOUT:
-        length = config.data.max_prompt_tokens + config.data.max_response_tokens
-        token = 2 * facts.layers * facts.kv_heads * facts.head_dim * width
-        yield MemoryLine(role=role, what="KV cache", bytes=config.rollout.slots * length * token)
-        yield MemoryLine(role=role, what="sampling", bytes=config.rollout.slots * facts.vocab * 8)
+    query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    found = {"weights": facts.parameters * width}
+    if facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
+        found["fused copies"] = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate) * width
+    slots, columns = cache_shape(config, facts)
+    prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width)
+    return found | {
+        "KV cache": (slots + 1) * columns * 2 * facts.layers * key_value * width,
+        "sampling": config.rollout.slots * facts.vocab * (20 + width),
+        "passes": (prefill + 2 * slots * facts.heads * columns) * width,
+    }
 
 
-def micro_batch_tokens(config: Config, actors: int) -> int:
-    """Most tokens of one forward and backward pass of a rank."""
-    rows = -(-config.trainer.prompts_per_step * config.algorithm.group_size // config.trainer.minibatches // max(1, actors))
+def cache_shape(config: Config, facts: ModelFacts) -> tuple[int, int]:
+    """(rows, columns) of the built-in engine's cache, without the row that remembers a prompt."""
+    length = config.data.max_prompt_tokens + config.data.max_response_tokens
+    columns = min(length, facts.context) if facts.context else length
+    rows = max(config.rollout.slots, 2)
+    return _up(rows, _CACHE_STEP) if config.deterministic else rows, _up(columns, _CACHE_STEP)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def micro_batch_tokens(config: Config, ranks: int, minibatches: int | None = None) -> int:
+    """Most tokens of one forward and backward pass of a rank that gets its part of a mini-batch (of a step with `minibatches` 1)."""
+    parts = config.trainer.minibatches if minibatches is None else minibatches
+    rows = -(-config.trainer.prompts_per_step * config.algorithm.group_size // parts // max(1, ranks))
     length = config.data.max_prompt_tokens + config.data.max_response_tokens
     return min(max(config.trainer.micro_batch_tokens, length), rows * length)
 
 
 def check_memory(
-    nodes: Sequence[NodeInfo], memory: Sequence[PoolMemory], places: Sequence[dict[int, int]], gpus: dict[str, int]
+    nodes: Sequence[NodeInfo], memory: Sequence[PoolMemory], places: Sequence[Mapping[int, int]], devices: Mapping[str, float]
 ) -> list[Problem]:
-    """Nodes and GPUs that cannot hold their processes. `places[i]` counts the processes of `memory[i]` by node; `gpus` are those of one
-    slot by pool. Nodes in the same trouble are told once."""
+    """Nodes and devices that cannot hold their processes. `places[i]` counts the processes of `memory[i]` by node; `devices` are those
+    of one slot by pool, a share of one counting as such. Nodes in the same trouble are told once."""
     problems: dict[str, tuple[Problem, int]] = {}
     needs: dict[int, int] = {}
     for entry, counts in zip(memory, places, strict=True):
         for node, count in counts.items():
             needs[node] = needs.get(node, 0) + count * entry.host_bytes
-            if problem := _gpu_problem(entry, nodes[node], gpus.get(entry.pool, 0)):
-                _count(problems, f"gpu {entry.pool}", problem)
+            if problem := _device_problem(entry, nodes[node], devices.get(entry.pool, 0)):
+                _count(problems, f"device {entry.pool} {nodes[node].gpu_memory_bytes}", problem)
     for node, need in needs.items():
-        if need > nodes[node].memory_bytes:
-            _count(problems, f"host {need} {nodes[node].memory_bytes}", _node_problem(nodes[node], need, memory))
+        if need > nodes[node].usable_memory:
+            here = [entry for entry, counts in zip(memory, places, strict=True) if node in counts]
+            _count(problems, f"host {need} {nodes[node].usable_memory}", _node_problem(nodes[node], need, here))
     return [
         problem if count == 1 else replace(problem, subject=f"{problem.subject} (and {count - 1} more)")
         for problem, count in problems.values()
@@ -108,32 +190,37 @@ def _count(problems: dict[str, tuple[Problem, int]], kind: str, problem: Problem
     problems[kind] = (first, count + 1)
 
 
-def _gpu_problem(entry: PoolMemory, node: NodeInfo, gpus: int) -> Problem | None:
-    # 0 bytes of GPU memory means that nobody knows.
-    free = node.gpu_memory_bytes * gpus
+def _device_problem(entry: PoolMemory, node: NodeInfo, devices: float) -> Problem | None:
+    # 0 bytes of device memory means that nobody knows.
+    free = round(node.gpu_memory_bytes * devices)
     if not free or entry.gpu_bytes <= free:
         return None
+    what = f"1/{round(1 / devices)} GPU" if devices < 1 else f"{devices:g} GPU{'' if devices == 1 else 's'}"
     return Problem(
         subject=f"pool {entry.pool} on node {node.name}",
         need=f"GPU memory: a slot needs about {size(entry.gpu_bytes)}",
-        free=f"{size(free)} on {gpus} GPU{'' if gpus == 1 else 's'}",
-        remedy=_remedy([entry]),
+        free=f"{size(free)} on {what}",
+        remedy=_remedy([replace(entry, lines=tuple(line for line in entry.lines if line.on_gpu))]),
     )
 
 
 def _node_problem(node: NodeInfo, need: int, memory: Sequence[PoolMemory]) -> Problem:
+    taken = "" if node.free_memory_bytes is None else f" free of {size(node.memory_bytes)}"
     return Problem(
         subject=f"node {node.name}",
         need=f"memory: its processes need about {size(need)}",
-        free=size(node.memory_bytes),
-        remedy=_remedy(memory),
+        free=f"{size(node.usable_memory)}{taken}",
+        remedy=_remedy([replace(entry, lines=tuple(line for line in entry.lines if not line.on_gpu)) for entry in memory]),
     )
 
 
 _LOWER: Final = {
     "process": "Give the pools fewer slots",
+    "loading": "Give the pools fewer slots a node",
+    "context": "Lower pools.<pool>.share",
     "KV cache": "Lower rollout.slots or data.max_response_tokens",
     "sampling": "Lower rollout.slots",
+    "passes": "Lower rollout.slots or data.max_prompt_tokens",
     "activations": "Lower trainer.micro_batch_tokens",
     "logits": "Lower trainer.micro_batch_tokens",
 }

@@ -1,9 +1,9 @@
 """How many slots of which pool, and how many processes beside them, go to which node. Called by `build.py`.
 
 Explicit pools are placed first, in the order of the config: each entry of `nodes` on a node of its own. What is left is shared among
-the `auto` pools: all GPUs, node by node, the next slot to the pool that has fewest devices; for pools without GPUs one node's CPUs.
+the `auto` pools: all devices, node by node, the next slot to the pool that has fewest; for pools without devices one node's CPUs.
 Processes beside the slots (reward workers) live on the nodes of their pool. A pool that only such roles use has no slots: its `nodes`
-count their processes.
+count their processes. Only nodes that meet a pool's constraints hold any of it. Spare slots are dealt with in `spares.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Final
 from rolemesh.config.schema import Config, PoolConfig
 from rolemesh.errors import Problem
 from rolemesh.names import REWARD
-from rolemesh.plan.ledger import USABLE_SHARE, Ledger, Want, misfit, number, process_demand, slot_demand
+from rolemesh.plan.constraints import eligible, unmet
+from rolemesh.plan.ledger import CPU, GPU, USABLE_SHARE, Ledger, Want, has_device, misfit, number, process_demand, slot_demand
+from rolemesh.plan.spares import place_spares, spare_count, split_off_spares
 
 PROCESS_ROLES: Final = (REWARD,)
 """Roles with processes of their own instead of places in slots."""
 AUTO_CPU_SLOTS: Final = 8
-"""Most slots that pools without GPUs get on their own; more is the user's word."""
+"""Most slots that pools without devices get on their own; more is the user's word."""
 CPUS_PER_REWARD_PROCESS: Final = 8
 AUTO_REWARD_PROCESSES: Final = 8
 """Most reward processes that a node gets on its own."""
@@ -32,9 +34,10 @@ Counts = dict[int, int]
 
 @dataclass(slots=True)
 class Placement:
-    """Slots of each pool and processes of each role that has its own, by node; and what did not fit."""
+    """Slots and spare slots of each pool and processes of each role that has its own, by node; and what did not fit."""
 
     slots: dict[str, Counts] = field(default_factory=dict)
+    spares: dict[str, Counts] = field(default_factory=dict)
     processes: dict[str, Counts] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -44,17 +47,17 @@ def place(config: Config, ledgers: list[Ledger]) -> Placement:
     result = Placement()
     homes = {role.pool for name, role in config.roles.items() if name not in PROCESS_ROLES}
     slot_pools = {name: pool for name, pool in config.pools.items() if name in homes}
-    for name, pool in slot_pools.items():
-        if pool.nodes != "auto":
-            _place_explicit(name, pool, ledgers, result)
+    explicit = {name: pool for name, pool in slot_pools.items() if pool.nodes != "auto"}
+    for name, pool in explicit.items():
+        _place_explicit(name, pool, ledgers, result)
     process_roles = [name for name in PROCESS_ROLES if name in config.roles and config.roles[name].pool in config.pools]
     for role in process_roles:
         if config.roles[role].pool not in slot_pools and config.pools[config.roles[role].pool].nodes != "auto":
             _place_process_pool(role, config, ledgers, result)
-    auto = {name: pool for name, pool in slot_pools.items() if pool.nodes == "auto"}
-    wanted = {name: _wanted(config, name) for name in auto}
-    _place_auto_gpus({name: pool for name, pool in auto.items() if pool.gpus}, wanted, ledgers, result)
-    _place_auto_cpus({name: pool for name, pool in auto.items() if not pool.gpus}, wanted, config, ledgers, result)
+    for name, pool in explicit.items():
+        if name in result.slots and pool.capacity_factor > 1:
+            place_spares(slots_of(name, pool), name, pool, _open(name, pool, ledgers), result)
+    _place_auto({name: pool for name, pool in slot_pools.items() if pool.nodes == "auto"}, config, ledgers, result)
     for role in process_roles:
         if role not in result.processes:
             _place_processes(role, config, ledgers, result)
@@ -69,6 +72,11 @@ def process_cpus(config: Config, role: str) -> float | None:
     return own if own is not None or shared else config.pools[pool].cpus
 
 
+def scoring_processes(config: Config, role: str) -> int:
+    """Processes in which one reward worker scores: as many as asked for, else one for each whole CPU that was typed."""
+    return config.roles[role].processes or max(1, int(config.roles[role].cpus or 1))
+
+
 def auto_processes(config: Config, ledger: Ledger) -> int:
     """Reward processes that a node gets when their number is derived."""
     if ledger.small or config.backend == "local":
@@ -76,22 +84,36 @@ def auto_processes(config: Config, ledger: Ledger) -> int:
     return min(AUTO_REWARD_PROCESSES, int(ledger.node.cpus) // CPUS_PER_REWARD_PROCESS)
 
 
+def parallel_unit(config: Config, pool: str) -> int:
+    """Slots of the pool that have to lie on one node together: what the tensor-parallel sizes of its roles have in common as multiple."""
+    return math.lcm(*(role.tensor_parallel for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES))
+
+
+def _open(name: str, pool: PoolConfig, ledgers: list[Ledger]) -> list[Ledger]:
+    """Ledgers of the nodes that meet the pool's constraints."""
+    allowed = eligible(name, pool, [ledger.node for ledger in ledgers])
+    return [ledger for ledger, ok in zip(ledgers, allowed, strict=True) if ok]
+
+
 def _wanted(config: Config, pool: str) -> float:
-    """Most slots that the pool's roles can use; infinite while one takes all there are."""
+    """Most slots that the pool's roles can use, spares included; infinite while one takes all there are."""
     if config.backend == "local":
         return 1
     workers = [role.workers for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES]
-    return max(math.inf if count == "auto" else count for count in workers)
+    most = max(math.inf if count == "auto" else count for count in workers)
+    return most if most == math.inf else most + spare_count(int(most), config.pools[pool].capacity_factor)
 
 
 def _place_explicit(name: str, pool: PoolConfig, ledgers: list[Ledger], result: Placement) -> None:
     assert pool.nodes != "auto"
-    counts = _fit(_slots_of(name, pool), pool.nodes, ledgers, result)
+    counts = _fit(slots_of(name, pool), (name, pool), pool.nodes, ledgers, result)
     if counts:
         result.slots[name] = counts
 
 
-def _slots_of(name: str, pool: PoolConfig) -> Want:
+def slots_of(name: str, pool: PoolConfig) -> Want:
+    """Slots of a pool, as something to be placed."""
+
     def remedies(ledger: Ledger, count: int) -> dict[str, str]:
         fewer = f"give pools.{name}.nodes fewer slots a node (at most {ledger.fits(slot_demand(pool, ledger))} here)."
         each = math.floor(100 * ledger.cpus / count + 1e-6) / 100
@@ -100,7 +122,8 @@ def _slots_of(name: str, pool: PoolConfig) -> Want:
         else:
             to = f"to {number(each)} or less" if each > 0 else "and free CPUs on the node"
             cpu = f"Lower pools.{name}.cpus (now {number(pool.cpus)}) {to}, or {fewer}"
-        return {"CPU": cpu, "GPU": f"Lower pools.{name}.gpus (now {pool.gpus}; 0 runs on CPUs), or {fewer}"}
+        others = {key: f"Lower {key} in pools.{name}.resources (now {number(value)}), or {fewer}" for key, value in pool.resources.items()}
+        return {**others, CPU: cpu, GPU: f"Lower pools.{name}.gpus (now {number(pool.gpus)}; 0 runs on CPUs), or {fewer}"}
 
     return Want(subject=f"pool {name}", thing="slot", demand=lambda ledger: slot_demand(pool, ledger), remedies=remedies)
 
@@ -111,7 +134,7 @@ def _processes_of(role: str, config: Config) -> Want:
     def remedies(ledger: Ledger, count: int) -> dict[str, str]:
         room = ledger.fits(process_demand(cpus, ledger))
         return {
-            "CPU": f"Lower roles.{role}.workers or roles.{role}.cpus, or give pools.{pool}.nodes fewer places ({room} processes fit here)."
+            CPU: f"Lower roles.{role}.workers or roles.{role}.cpus, or give pools.{pool}.nodes fewer places ({room} processes fit here)."
         }
 
     return Want(subject=f"roles.{role}", thing="process", demand=lambda ledger: process_demand(cpus, ledger), remedies=remedies)
@@ -122,7 +145,7 @@ def _place_process_pool(role: str, config: Config, ledgers: list[Ledger], result
     name = config.roles[role].pool
     pool, workers = config.pools[name], config.roles[role].workers
     assert pool.nodes != "auto"
-    counts = _fit(_processes_of(role, config), pool.nodes, ledgers, result)
+    counts = _fit(_processes_of(role, config), (name, pool), pool.nodes, ledgers, result)
     total = sum(pool.nodes)
     left = total if workers == "auto" else workers
     if counts is not None and left > total:
@@ -143,7 +166,7 @@ def too_many_workers(role: str, pool: str, workers: int, places: int) -> Problem
     )
 
 
-def _fit(want: Want, entries: Sequence[int], ledgers: list[Ledger], result: Placement) -> Counts | None:
+def _fit(want: Want, pool: tuple[str, PoolConfig], entries: Sequence[int], ledgers: list[Ledger], result: Placement) -> Counts | None:
     """A node of its own for each entry, and take the places there; None (and a problem) when that is impossible.
 
     All entries ask for multiples of one demand, so a node has one capacity. The order of the config is kept when first fit in that
@@ -154,11 +177,18 @@ def _fit(want: Want, entries: Sequence[int], ledgers: list[Ledger], result: Plac
         remedy = "Write for example [2] for one node with two"
         result.problems.append(Problem(subject=want.subject, need=f"needs at least {want.many(1)}", free="0", remedy=remedy))
         return None
-    caps = [ledger.fits(want.demand(ledger)) for ledger in ledgers]
+    allowed = _open(*pool, ledgers)
+    needed = sum(entry > 0 for entry in entries)
+    if len(entries) <= len(ledgers) and len(allowed) < needed:
+        result.problems.append(unmet(*pool, [ledger.node for ledger in ledgers], needed))
+        return None
+    caps = [0] * len(ledgers)
+    for ledger in allowed:
+        caps[ledger.index] = ledger.fits(want.demand(ledger))
     largest_first = sorted(range(len(entries)), key=lambda entry: -entries[entry])
     chosen = _first_fit(entries, range(len(entries)), caps) or _first_fit(entries, largest_first, caps)
     if chosen is None:
-        result.problems.append(_no_fit(want, entries, caps, ledgers))
+        result.problems.append(_no_fit(want, entries, caps, ledgers, allowed))
         return None
     counts = {node: entries[entry] for node, entry in sorted(chosen.items()) if entries[entry]}
     for node, count in counts.items():
@@ -178,68 +208,89 @@ def _first_fit(entries: Sequence[int], order: Sequence[int], caps: list[int]) ->
     return chosen
 
 
-def _no_fit(want: Want, entries: Sequence[int], caps: list[int], ledgers: list[Ledger]) -> Problem:
+def _no_fit(want: Want, entries: Sequence[int], caps: list[int], ledgers: list[Ledger], allowed: list[Ledger]) -> Problem:
     """The first entry, by size, that the nodes left by larger entries cannot hold."""
-    ranked = sorted(ledgers, key=lambda ledger: (-caps[ledger.index], -ledger.gpus, -ledger.cpus, ledger.index))
     sizes = sorted(entries, reverse=True)
-    if len(sizes) > len(ranked):
-        nodes = f"{len(ranked)} node{'' if len(ranked) == 1 else 's'}"
+    if len(sizes) > len(ledgers):
+        nodes = f"{len(ledgers)} node{'' if len(ledgers) == 1 else 's'}"
         return Problem(
             subject=want.subject,
             need=f"nodes: needs {len(sizes)}, one for each entry of the pool's nodes",
             free=nodes,
-            remedy=f"Give the pool's nodes at most {len(ranked)} entries, or add nodes",
+            remedy=f"Give the pool's nodes at most {len(ledgers)} entries, or add nodes",
         )
+    ranked = sorted(allowed, key=lambda ledger: (-caps[ledger.index], -ledger.gpus, -ledger.cpus, ledger.index))
     rank = next(rank for rank, size in enumerate(sizes) if caps[ranked[rank].index] < size)
     return misfit(want, sizes[rank], ranked[rank], "largest node" if rank == 0 else "largest node left")
 
 
-def _place_auto_gpus(pools: dict[str, PoolConfig], wanted: dict[str, float], ledgers: list[Ledger], result: Placement) -> None:
-    totals = dict.fromkeys(pools, 0)
+def _place_auto(pools: dict[str, PoolConfig], config: Config, ledgers: list[Ledger], result: Placement) -> None:
+    """Derive the slots of pools with `nodes: auto`, then set their spares aside."""
+    allowed = {name: _open(name, pool, ledgers) for name, pool in pools.items()}
+    for name, pool in pools.items():
+        if not allowed[name]:
+            result.problems.append(unmet(name, pool, [ledger.node for ledger in ledgers], 1))
+    placed = {name: pool for name, pool in pools.items() if allowed[name]}
+    _place_auto_devices({name: pool for name, pool in placed.items() if has_device(pool)}, allowed, config, ledgers, result)
+    homes: dict[int, dict[str, PoolConfig]] = {}
+    for name, pool in placed.items():
+        if not has_device(pool):
+            homes.setdefault(max(allowed[name], key=lambda ledger: ledger.cpus).index, {})[name] = pool
+    for node, members in homes.items():
+        _place_auto_cpus(members, config, ledgers[node], result)
+    for name, pool in placed.items():
+        if name not in result.slots:
+            result.problems.append(_none_fits(name, pool, config, allowed[name]))
+        elif pool.capacity_factor > 1:
+            split_off_spares(name, pool, parallel_unit(config, name), ledgers, result)
+
+
+def _place_auto_devices(
+    pools: dict[str, PoolConfig], allowed: dict[str, list[Ledger]], config: Config, ledgers: list[Ledger], result: Placement
+) -> None:
+    totals, wanted = dict.fromkeys(pools, 0), {name: _wanted(config, name) for name in pools}
+    units = {name: parallel_unit(config, name) for name in pools}
+    homes = {name: {ledger.index for ledger in allowed[name]} for name in pools}
+    weights = {name: sum(amount for _, amount in slot_demand(pool, ledgers[0]).amounts()) for name, pool in pools.items()}
     for ledger in ledgers:
-        counts = dict.fromkeys(pools, 0)
-        demands = {name: slot_demand(pool, ledger) for name, pool in pools.items()}
-        while open_pools := [name for name in pools if totals[name] < wanted[name] and ledger.fits(demands[name])]:
+        here = [name for name in pools if ledger.index in homes[name]]
+        counts = dict.fromkeys(here, 0)
+        demands = {name: slot_demand(pools[name], ledger) for name in here}
+        while open_pools := [name for name in here if totals[name] < wanted[name] and ledger.fits(demands[name]) >= units[name]]:
             # Fewest devices first; among equals the order of the config, because `min` keeps the first.
-            name = min(open_pools, key=lambda name: totals[name] * pools[name].gpus)
-            ledger.take(f"pool {name}", demands[name], 1)
-            counts[name] += 1
-            totals[name] += 1
+            name = min(open_pools, key=lambda name: totals[name] * weights[name])
+            ledger.take(f"pool {name}", demands[name], units[name])
+            counts[name] += units[name]
+            totals[name] += units[name]
         for name, count in counts.items():
             if count:
                 result.slots.setdefault(name, {})[ledger.index] = count
-    _report_empty(pools, ledgers, result)
 
 
-def _place_auto_cpus(
-    pools: dict[str, PoolConfig], wanted: dict[str, float], config: Config, ledgers: list[Ledger], result: Placement
-) -> None:
-    if not pools:
-        return
-    ledger = max(ledgers, key=lambda ledger: ledger.cpus)
+def _place_auto_cpus(pools: dict[str, PoolConfig], config: Config, ledger: Ledger, result: Placement) -> None:
     budget = _auto_budget(config, ledger)
-    counts = dict.fromkeys(pools, 0)
+    counts, wanted = dict.fromkeys(pools, 0), {name: _wanted(config, name) for name in pools}
     progress = True
     while progress:
         progress = False
         for name, pool in pools.items():
-            cost, demand = pool.cpus or 1.0, slot_demand(pool, ledger)
-            room = cost <= budget and sum(counts.values()) < AUTO_CPU_SLOTS
+            unit, demand = parallel_unit(config, name), slot_demand(pool, ledger)
+            cost = unit * (pool.cpus or 1.0)
+            room = cost <= budget and sum(counts.values()) + unit <= max(AUTO_CPU_SLOTS, unit)
             # The first slot is given even from a fraction of a CPU: every pool must be able to work.
-            if counts[name] < wanted[name] and (room or counts[name] == 0) and ledger.fits(demand):
-                ledger.take(f"pool {name}", demand, 1)
-                counts[name] += 1
+            if counts[name] < wanted[name] and (room or counts[name] == 0) and ledger.fits(demand) >= unit:
+                ledger.take(f"pool {name}", demand, unit)
+                counts[name] += unit
                 budget -= cost
                 progress = True
     result.slots.update({name: {ledger.index: count} for name, count in counts.items() if count})
-    _report_empty(pools, ledgers, result)
 
 
 def _auto_budget(config: Config, ledger: Ledger) -> float:
     """CPUs of the node that derived slots may use: all of a small node, else the usable share less what is taken and reserved."""
     if ledger.small:
         return ledger.cpus
-    taken = sum(demand.cpus for demand in ledger.holders.values())
+    taken = sum(held.get(CPU, 0.0) for held in ledger.holders.values())
     reserve = 0.0
     for role in PROCESS_ROLES:
         if role in config.roles and config.roles[role].pool in config.pools:
@@ -249,18 +300,33 @@ def _auto_budget(config: Config, ledger: Ledger) -> float:
     return min(ledger.cpus, USABLE_SHARE * ledger.node.cpus - taken) - reserve
 
 
-def _report_empty(pools: dict[str, PoolConfig], ledgers: list[Ledger], result: Placement) -> None:
-    """A problem for each pool that got no slot at all."""
-    for name, pool in pools.items():
-        if name not in result.slots:
-            result.problems.append(misfit(_slots_of(name, pool), 1, max(ledgers, key=lambda ledger: (ledger.gpus, ledger.cpus))))
+def _none_fits(name: str, pool: PoolConfig, config: Config, allowed: list[Ledger]) -> Problem:
+    """The problem of a pool that got no slot at all."""
+    best = max(allowed, key=lambda ledger: (ledger.fits(slot_demand(pool, ledger)), ledger.gpus, ledger.cpus))
+    unit, room = parallel_unit(config, name), best.fits(slot_demand(pool, best))
+    if not 0 < room < unit:
+        return misfit(slots_of(name, pool), 1, best)
+    roles = [role for role, entry in config.roles.items() if entry.pool == name and entry.tensor_parallel > 1]
+    return Problem(
+        subject=f"roles.{roles[0]}.tensor_parallel",
+        need=f"{unit} slots of pool {name} on one node: ranks that share a model never lie on different nodes",
+        free=f"largest node {best.node.name}: {room} slots fit",
+        remedy=f"Lower roles.{roles[0]}.tensor_parallel to {room} or less, or use larger nodes",
+    )
 
 
 def _place_processes(role: str, config: Config, ledgers: list[Ledger], result: Placement) -> None:
-    """Processes beside the slots of their pool, on its nodes (on every node when the pool has no slots)."""
+    """Processes beside the slots of their pool, on its nodes (on every node that the pool allows when it has no slots)."""
     workers, want = config.roles[role].workers, _processes_of(role, config)
-    slots = result.slots.get(config.roles[role].pool)
-    homes = [ledgers[node] for node in slots] if slots else ledgers
+    name = config.roles[role].pool
+    slots = result.slots.get(name)
+    homes = [ledgers[node] for node in slots] if slots else _open(name, config.pools[name], ledgers)
+    result.processes[role] = {}
+    if not homes:
+        problem = unmet(name, config.pools[name], [ledger.node for ledger in ledgers], 1)
+        if problem not in result.problems:
+            result.problems.append(problem)
+        return
     room = {ledger.index: ledger.fits(want.demand(ledger)) for ledger in homes}
     if workers == "auto":
         counts, needed = {node: min(free, auto_processes(config, ledgers[node])) for node, free in room.items()}, 1

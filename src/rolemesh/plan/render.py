@@ -1,14 +1,14 @@
-"""The plan as JSON and as a picture. Called by `rolemesh plan`, and by sessions for `plan.json`.
+"""The plan as a picture. Called by `rolemesh plan`.
 
-Both read nothing but the plan. Repeats are collapsed (equal neighbouring nodes into one box, equal slots into one cell), so that ten
-thousand workers still fit on a screen.
+Reads nothing but the plan. Repeats are collapsed (equal nodes into one box, equal slots into one cell), so that ten thousand workers
+still fit on a screen.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.columns import Columns
@@ -18,51 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT, TEACHER
-from rolemesh.plan.ledger import number
+from rolemesh.plan.as_json import memory_name
+from rolemesh.plan.balance import seconds
+from rolemesh.plan.ledger import amounts_text, number
 from rolemesh.plan.memory import size
-from rolemesh.plan.schema import NodeInfo, Plan, PoolMemory, WorkerPlan
+from rolemesh.plan.schema import NodeInfo, Plan, Slot, WorkerPlan
 
 _STYLES: Final = {ACTOR: "cyan", ROLLOUT: "green", REF: "blue", CRITIC: "magenta", REWARD: "yellow", TEACHER: "bright_blue"}
 _CELLS: Final = 4
 """Equal slots of a node that are drawn one by one; more are drawn as one cell."""
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data for `plan.json` and `rolemesh plan --json`. Nodes are named; bytes are bytes."""
-    return {
-        "origin": plan.origin,
-        "nodes": [asdict(node) for node in plan.nodes],
-        "pools": {
-            name: {"slots": [{**asdict(slot), "node": plan.nodes[slot.node].name} for slot in pool.slots]}
-            for name, pool in plan.pools.items()
-        },
-        "workers": [
-            {
-                "role": worker.role,
-                "rank": worker.rank,
-                "pool": worker.pool,
-                "node": plan.nodes[worker.node].name,
-                "slot": worker.slot,
-                "cpus": worker.cpus,
-                "gpus": worker.gpus,
-            }
-            for worker in plan.workers
-        ],
-        "memory": {_memory_name(entry): _memory_json(entry) for entry in plan.memory},
-        "derived": dict(plan.derived),
-        "warnings": list(plan.warnings),
-        "problems": [asdict(problem) for problem in plan.problems],
-    }
-
-
-def _memory_name(entry: PoolMemory) -> str:
-    """The pool for one of its slots; `pool/role` for a process beside the slots."""
-    return entry.pool if entry.process == "slot" else f"{entry.pool}/{entry.process}"
-
-
-def _memory_json(entry: PoolMemory) -> dict[str, Any]:
-    lines = [asdict(line) for line in entry.lines]
-    return {"total_bytes": entry.total_bytes, "host_bytes": entry.host_bytes, "gpu_bytes": entry.gpu_bytes, "lines": lines}
+_BOXES: Final = 16
+"""Boxes of nodes; where runs of equal neighbours make more, equal nodes share a box wherever they stand."""
+_RANGES: Final = 6
+"""Ranges of ranks in a cell; the rest is counted."""
 
 
 def render_plan(plan: Plan, console: Console) -> None:
@@ -75,8 +43,12 @@ def render_plan(plan: Plan, console: Console) -> None:
         console.print(Group(*_node_boxes(plan)))
     if plan.memory:
         console.print(_memory_table(plan))
+    if plan.stages:
+        console.print(_stages_table(plan))
     if plan.derived:
         console.print(_derived_table(plan))
+    if plan.versions:
+        console.print(Text(f"versions: {', '.join(f'{name} {version}' for name, version in plan.versions.items())}", style="dim"))
     for warning in plan.warnings:
         console.print(Text.assemble(("warning ", "bold yellow"), warning))
     for problem in plan.problems:
@@ -87,13 +59,17 @@ def _many(count: float, thing: str) -> str:
     return f"{number(count)} {thing}{'' if count == 1 else 's'}"
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """`0-7, 9` for 0..7 and 9; the numbers must ascend."""
-    parts = []
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        values = [value for _, value in run]
-        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
-    return ", ".join(parts)
+def ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """`0-7, 9` for 0..7 and 9; the numbers must ascend. Beyond `most` ranges the numbers left out are counted."""
+    runs: list[tuple[int, int]] = []
+    for number_ in numbers:
+        if runs and number_ == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number_
+        else:
+            runs.append((number_, number_))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
+    left = sum(last - first + 1 for first, last in runs[len(texts) :])
+    return ", ".join(texts) + (f", … ({left} more)" if left else "")
 
 
 def _styled(role: str, text: str) -> Text:
@@ -115,20 +91,31 @@ def _roles_table(plan: Plan) -> Table:
         by_role.setdefault(worker.role, []).append(worker)
     for role, workers in by_role.items():
         nodes = [plan.nodes[node].name for node in dict.fromkeys(worker.node for worker in workers)]
+        parts = plan.layouts[role].tensor_parallel
         table.add_row(
             _styled(role, role),
             workers[0].pool if workers[0].slot is not None else f"{workers[0].pool} (beside slots)",
             _node_names(nodes),
-            str(len(workers)),
-            ranges(worker.rank for worker in workers),
+            str(len(workers)) if parts == 1 else f"{len(workers)} = {len(workers) // parts} x {parts}",
+            ranges((worker.rank for worker in workers), _RANGES),
             _each(worker.cpus for worker in workers),
             _each(worker.gpus for worker in workers),
         )
+    _add_helpers(table, plan)
     table.add_section()
     total = plan.derived
     cpus, processes = f"{number(float(total['cpus']))} in all", f"{total['processes']} process{'es' if total['processes'] != 1 else ''}"
     table.add_row("total", "", "", str(len(plan.workers)), processes, cpus, f"{total['gpus']} in all")
     return table
+
+
+def _add_helpers(table: Table, plan: Plan) -> None:
+    """Helpers of one name in a line each."""
+    nodes: dict[str, list[str]] = {}
+    for helper in plan.helpers:
+        nodes.setdefault(helper.name, []).append(plan.nodes[helper.node].name)
+    for name, names in nodes.items():
+        table.add_row(name, "(helper)", _node_names(names), str(len(names)), "", "0", "0")
 
 
 def _node_names(names: Sequence[str]) -> str:
@@ -142,38 +129,58 @@ class _Cell:
     title: str
     count: int
     roles: dict[str, list[int]]
-    cpus: float
-    gpus: int
+    needs: dict[str, float]
+    """Of one of them: CPUs, GPUs and other resources."""
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        return self.title, self.count, self.cpus, self.gpus, tuple((role, len(ranks)) for role, ranks in self.roles.items())
+        return self.title, self.count, tuple(self.needs.items()), tuple((role, len(ranks)) for role, ranks in self.roles.items())
 
 
 def _node_boxes(plan: Plan) -> Iterator[RenderableType]:
-    cells = _cells(plan)
-    needs = _host_needs(plan)
+    cells, needs, labels = _cells(plan), _host_needs(plan), _labels(plan)
 
     def shape(index: int) -> tuple[Any, ...]:
         node = plan.nodes[index]
-        return node.cpus, node.gpus, node.memory_bytes, needs.get(index), tuple(cell.shape for cell in cells.get(index, []))
+        facts = node.cpus, node.gpus, node.gpu_type, node.memory_bytes, labels[index], tuple(node.resources.items())
+        return *facts, needs.get(index), tuple(cell.shape for cell in cells.get(index, []))
 
-    for _, run in itertools.groupby(range(len(plan.nodes)), key=shape):
-        members = list(run)
-        first = members[0]
-        if first in cells:
-            yield _node_box([plan.nodes[index] for index in members], [cells[index] for index in members], needs.get(first, 0))
+    for members in _alike([shape(index) for index in range(len(plan.nodes))]):
+        nodes = [plan.nodes[index] for index in members]
+        if members[0] in cells:
+            yield _node_box(nodes, [cells[index] for index in members], needs.get(members[0], 0), labels[members[0]])
         else:
-            yield Text(f"{_node_names([plan.nodes[index].name for index in members])}: not used", style="dim")
+            yield Text(f"{_node_names([node.name for node in nodes])}: not used", style="dim")
+
+
+def _labels(plan: Plan) -> list[tuple[tuple[str, str], ...]]:
+    """Labels of each node that tell kinds of nodes apart: without those, such as an id, that differ on all of several nodes."""
+    values: dict[str, list[str]] = {}
+    for node in plan.nodes:
+        for key, value in node.labels.items():
+            values.setdefault(key, []).append(value)
+    kinds = {key for key, found in values.items() if len(found) == 1 or len(set(found)) < len(found)}
+    return [tuple((key, value) for key, value in node.labels.items() if key in kinds) for node in plan.nodes]
+
+
+def _alike(shapes: Sequence[tuple[Any, ...]]) -> list[list[int]]:
+    """Positions of equal shapes together: runs of neighbours, or all there are where the runs would be too many."""
+    runs = [list(run) for _, run in itertools.groupby(range(len(shapes)), key=lambda index: shapes[index])]
+    if len(runs) <= _BOXES:
+        return runs
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        kinds.setdefault(shape, []).append(index)
+    return list(kinds.values())
 
 
 def _cells(plan: Plan) -> dict[int, list[_Cell]]:
-    """Node -> its cells: neighbouring slots of a pool with the same roles and sizes together, then processes beside the slots."""
+    """Node -> its cells: neighbouring slots of a pool with the same roles and sizes together, spares, then processes beside the slots."""
     ranks: dict[tuple[str, int], dict[str, int]] = {}
-    beside: dict[int, dict[str, list[WorkerPlan]]] = {}
+    beside: dict[tuple[int, str], list[WorkerPlan]] = {}
     for worker in plan.workers:
         if worker.slot is None:
-            beside.setdefault(worker.node, {}).setdefault(worker.role, []).append(worker)
+            beside.setdefault((worker.node, worker.role), []).append(worker)
         else:
             ranks.setdefault((worker.pool, worker.slot), {})[worker.role] = worker.rank
     cells: dict[int, list[_Cell]] = {}
@@ -181,12 +188,18 @@ def _cells(plan: Plan) -> dict[int, list[_Cell]]:
         for (node, roles), run in itertools.groupby(pool.slots, key=lambda slot: (slot.node, tuple(ranks.get((name, slot.index), ())))):
             slots = list(run)
             cell_ranks = {role: [ranks[name, slot.index][role] for slot in slots] for role in roles}
-            cells.setdefault(node, []).append(_Cell(f"pool {name}", len(slots), cell_ranks, slots[0].cpus, slots[0].gpus))
-    for node, by_role in beside.items():
-        for role, workers in by_role.items():
-            cell = _Cell("beside slots", len(workers), {role: [worker.rank for worker in workers]}, workers[0].cpus, 0)
-            cells.setdefault(node, []).append(cell)
+            cells.setdefault(node, []).append(_Cell(f"pool {name}", len(slots), cell_ranks, _needs(slots[0])))
+        for node, run in itertools.groupby(pool.spares, key=lambda slot: slot.node):
+            slots = list(run)
+            cells.setdefault(node, []).append(_Cell(f"pool {name}, spare", len(slots), {}, _needs(slots[0])))
+    for (node, role), workers in beside.items():
+        cell = _Cell("beside slots", len(workers), {role: [worker.rank for worker in workers]}, _needs(workers[0]))
+        cells.setdefault(node, []).append(cell)
     return cells
+
+
+def _needs(place: Slot | WorkerPlan) -> dict[str, float]:
+    return {"CPU": place.cpus, "GPU": place.gpus, **place.resources}
 
 
 def _host_needs(plan: Plan) -> dict[int, int]:
@@ -194,16 +207,16 @@ def _host_needs(plan: Plan) -> dict[int, int]:
     by_name = {(entry.pool, entry.process): entry.host_bytes for entry in plan.memory}
     needs: dict[int, int] = {}
     for name, pool in plan.pools.items():
-        for slot in pool.slots:
-            needs[slot.node] = needs.get(slot.node, 0) + by_name.get((name, "slot"), 0)
+        for slot in (*pool.slots, *pool.spares):
+            needs[slot.node] = needs.get(slot.node, by_name.get(("", "node"), 0)) + by_name.get((name, "slot"), 0)
     for worker in plan.workers:
         if worker.slot is None:
             needs[worker.node] = needs.get(worker.node, 0) + by_name.get((worker.pool, worker.role), 0)
     return needs
 
 
-def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int) -> Panel:
-    """One node, or several neighbours of the same shape, as a box of cells."""
+def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int, labels: tuple[tuple[str, str], ...]) -> Panel:
+    """One node, or several of the same shape, as a box of cells."""
     node, several = nodes[0], len(nodes) > 1
     panels: list[RenderableType] = []
     for position, cell in enumerate(cells[0]):
@@ -215,18 +228,24 @@ def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int) -> Pan
             for index in range(cell.count):
                 ranks = {role: ranks[index : index + 1] for role, ranks in cell.roles.items()}
                 panels.append(_cell_panel(cell, cell.title, ranks, each=False))
-    used = sum(cell.count * cell.cpus for cell in cells[0])
-    gpus = sum(cell.count * cell.gpus for cell in cells[0])
-    facts = [f"{number(used)} of {number(node.cpus)} CPUs"]
-    facts += [f"{gpus} of {node.gpus} GPUs {node.gpu_type}".rstrip()] if node.gpus else []
-    facts.append(f"about {size(need)} of {size(node.memory_bytes)}")
     title = node.name if not several else f"{_node_names([node.name for node in nodes])}, each"
-    return Panel(Columns(panels), title=title, title_align="left", subtitle=" · ".join(facts), subtitle_align="left", expand=False)
+    facts = [*_used(node, cells[0]), *(f"{key}={value}" for key, value in labels), f"about {size(need)} of {size(node.memory_bytes)}"]
+    subtitle = " · ".join(facts)
+    return Panel(Columns(panels), title=title, title_align="left", subtitle=subtitle, subtitle_align="left", expand=False)
+
+
+def _used(node: NodeInfo, cells: list[_Cell]) -> Iterator[str]:
+    """What the plan takes of a node, resource by resource."""
+    taken = {name: sum(cell.count * cell.needs.get(name, 0) for cell in cells) for name in ("CPU", "GPU", *node.resources)}
+    yield f"{number(taken['CPU'])} of {number(node.cpus)} CPUs"
+    if node.gpus or node.gpu_type:
+        yield f"{number(taken['GPU'])} of {node.gpus} GPUs {node.gpu_type}".rstrip()
+    yield from (f"{number(taken[name])} of {number(total)} {name}" for name, total in node.resources.items())
 
 
 def _cell_panel(cell: _Cell, title: str, roles: dict[str, list[int]], *, each: bool) -> Panel:
-    lines: list[Text] = [_styled(role, f"{role} {ranges(ranks)}") for role, ranks in roles.items()] or [Text("empty", style="dim")]
-    sizes = f"{_many(cell.cpus, 'CPU')}" + (f", {_many(cell.gpus, 'GPU')}" if cell.gpus else "")
+    lines = [_styled(role, f"{role} {ranges(ranks, _RANGES)}") for role, ranks in roles.items()] or [Text("empty", style="dim")]
+    sizes = amounts_text(cell.needs).replace(" and ", ", ")
     lines.append(Text(sizes + (" each" if each else ""), style="dim"))
     return Panel(Text("\n").join(lines), title=title, title_align="left", expand=False)
 
@@ -240,9 +259,22 @@ def _memory_table(plan: Plan) -> Table:
     for entry in plan.memory:
         for position, line in enumerate(entry.lines):
             where = " (GPU)" if line.on_gpu else ""
-            table.add_row(_memory_name(entry) if position == 0 else "", _styled(line.role, line.role), line.what + where, size(line.bytes))
+            table.add_row(memory_name(entry) if position == 0 else "", _styled(line.role, line.role), line.what + where, size(line.bytes))
         table.add_row("", "", Text("total", style="bold"), Text(size(entry.total_bytes), style="bold"))
         table.add_section()
+    return table
+
+
+def _stages_table(plan: Plan) -> Table:
+    title = f"Predicted step of {seconds(plan.seconds_per_step)} (rough, longest prompts and answers)"
+    table = Table(title=title, title_justify="left", expand=False)
+    table.add_column("role")
+    table.add_column("call")
+    table.add_column("workers", justify="right")
+    table.add_column("time", justify="right")
+    table.add_column("bound by")
+    for stage in plan.stages:
+        table.add_row(_styled(stage.role, stage.role), stage.call, str(stage.workers), seconds(stage.seconds), stage.bound)
     return table
 
 

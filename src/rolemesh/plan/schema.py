@@ -5,6 +5,7 @@ Neither torch nor Ray is imported here or anywhere in `plan/`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rolemesh.errors import Problem
@@ -12,16 +13,46 @@ from rolemesh.errors import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """One machine: what it has, and what is free of it now."""
+    """One machine: what it has, and what is free of it now (everything, where that is None)."""
 
     name: str
     cpus: float
     memory_bytes: int
     gpus: int = 0
     gpu_memory_bytes: int = 0
+    """Of one device; 0 when nobody knows."""
     gpu_type: str = ""
+    """Accelerator type, such as `H100`; empty when nobody knows."""
     free_cpus: float | None = None
     free_gpus: int | None = None
+    address: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Everything else by name: other accelerators (`NPU`) and custom resources, without a cluster's marks of single nodes."""
+    free_resources: Mapping[str, float] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    free_memory_bytes: int | None = None
+    holders: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Who holds what is not free: name -> amount by `CPU`, `GPU` or the name of a resource."""
+    visible_devices: str | None = None
+    """The variable that limits the devices of its processes, as found (`CUDA_VISIBLE_DEVICES=0,1`); None without one."""
+
+    @property
+    def npus(self) -> float:
+        """NPUs, which clusters count as a resource of that name."""
+        return self.resources.get("NPU", 0)
+
+    def usable(self, name: str) -> float:
+        """What is free of `CPU`, `GPU` or a resource by name; 0 of one that the node does not have."""
+        if name == "CPU":
+            return self.cpus if self.free_cpus is None else self.free_cpus
+        if name == "GPU":
+            return self.gpus if self.free_gpus is None else self.free_gpus
+        return (self.resources if self.free_resources is None else self.free_resources).get(name, 0)
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes of node memory that new processes may fill."""
+        return self.memory_bytes if self.free_memory_bytes is None else self.free_memory_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +74,10 @@ class Slot:
     local_index: int
     """Number of this slot among the pool's slots on its node."""
     cpus: float
-    gpus: int
+    gpus: float
+    """GPUs of the slot: a whole number, or the share 1/k of one."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Other resources that the slot takes, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +86,8 @@ class PoolPlan:
 
     name: str
     slots: tuple[Slot, ...]
+    spares: tuple[Slot, ...] = ()
+    """Slots that hold no worker until one has to be replaced; numbered on behind `slots`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +102,54 @@ class WorkerPlan:
     slot: int | None
     cpus: float
     """CPUs of the process (shared with the other roles of the slot)."""
-    gpus: int
+    gpus: float
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperPlan:
+    """An actor that serves the run or one of its nodes and takes no CPU of its own, on a node that the pools allow."""
+
+    name: str
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementGroup:
+    """What is reserved at once: all places of a pool on one node. No layout asks for a group over several nodes."""
+
+    pool: str
+    node: int
+    slots: tuple[int, ...]
+    """Indices of the pool's slots, spares included."""
+    processes: int
+    """Processes beside the slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the workers of a role divide the model and the data: ranks 0..t-1 hold the parts of the first replica, and so on."""
+
+    pool: str
+    workers: int
+    tensor_parallel: int
+    data_parallel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Predicted cost of one call of a role in one step."""
+
+    role: str
+    call: str
+    workers: int
+    seconds: float
+    flops: float
+    """Of all workers together."""
+    bytes: float
+    """Read from and written to memory by all workers together."""
+    bound: str
+    """What it waits for most: compute, memory, overhead, transfer or functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +169,7 @@ class PoolMemory:
     pool: str
     lines: tuple[MemoryLine, ...]
     process: str = "slot"
-    """`slot`, or the role that has processes of its own (reward)."""
+    """`slot`, the role that has processes of its own (reward), or `node`: what the processes of a node share, once for each node."""
 
     @property
     def total_bytes(self) -> int:
@@ -112,9 +195,30 @@ class Plan:
     memory: tuple[PoolMemory, ...]
     derived: dict[str, float | int | str]
     """Sizes that follow from the config: samples per step, steps per epoch, rows per mini-batch, parameters of the model, ..."""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """By role."""
+    helpers: tuple[HelperPlan, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    seconds_per_step: float = 0.0
+    """Predicted: stages of one role after each other, and different roles side by side where the loop calls them so. 0 when unknown."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Installed libraries that the run would use."""
     warnings: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
     def of_role(self, role: str) -> tuple[WorkerPlan, ...]:
         """The role's workers in rank order."""
         return tuple(worker for worker in self.workers if worker.role == role)
+
+    def placement_groups(self) -> Iterator[PlacementGroup]:
+        """What to reserve, pool by pool and node by node."""
+        for name, pool in self.pools.items():
+            slots: dict[int, list[int]] = {}
+            for slot in (*pool.slots, *pool.spares):
+                slots.setdefault(slot.node, []).append(slot.index)
+            beside: dict[int, int] = {}
+            for worker in self.workers:
+                if worker.pool == name and worker.slot is None:
+                    beside[worker.node] = beside.get(worker.node, 0) + 1
+            for node in sorted({*slots, *beside}):
+                yield PlacementGroup(pool=name, node=node, slots=tuple(slots.get(node, ())), processes=beside.get(node, 0))

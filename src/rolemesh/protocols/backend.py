@@ -41,7 +41,8 @@ class Bundle:
 
     node: int
     cpus: float
-    gpus: int
+    gpus: float
+    """Whole GPUs, or the share 1/k of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

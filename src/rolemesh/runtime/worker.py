@@ -106,7 +106,7 @@ class WorkerContext:
     node: str
     address: str
     process: str = ""
-    gpus: int = 0
+    gpus: float = 0
     master_address: str = ""
     master_port: int = 0
     generation: int = 0

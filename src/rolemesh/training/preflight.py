@@ -17,7 +17,7 @@ from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import check_weights, load_config, load_tokenizer
 from rolemesh.names import CRITIC
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
-from rolemesh.plan import Inventory, Plan, build_plan
+from rolemesh.plan import Inventory, Plan, build_plan, check_versions, with_versions
 from rolemesh.rewards import REWARDS, check_rewards
 from rolemesh.roles import worker_class
 
@@ -44,7 +44,8 @@ def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, ro
     plan has some. `warm_start` off leaves out the data of the `sft` section, where it is not used (any more). `roles` names those that
     will be started, for evaluation or generation: what only training needs is not asked for then, nor is room for other roles."""
     training = roles is None
-    problems = list(check_config(config, training=training, builtins=_builtin_names()))
+    versions = check_versions(config.rollout.engine)
+    problems = [*check_config(config, training=training, builtins=_builtin_names()), *versions.problems]
     readable = _collect(problems, lambda: load_config(config.model)) is not None
     _collect(problems, lambda: check_weights(config.model))
     tokenizer = _collect(problems, lambda: load_tokenizer(config.model)) if readable else None
@@ -66,7 +67,7 @@ def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, ro
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     placed = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
-    plan = build_plan(_with_roles(config, roles), inventory) if placed else None
+    plan = with_versions(build_plan(_with_roles(config, roles), inventory), versions) if placed else None
     if problems:
         raise ConfigError(problems=[*problems, *(plan.problems if plan is not None else ())])
     assert tokenizer is not None
