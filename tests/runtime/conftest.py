@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.runtime import Backend, LocalBackend, create_backend
+from rolemesh.runtime import Backend, create_backend
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def ray_backend() -> Iterator[Backend]:
     backend.stop()
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["local", "simulated", pytest.param("ray", marks=pytest.mark.ray)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Every backend, for the contract suite."""
-    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
+    return request.getfixturevalue("ray_backend") if request.param == "ray" else create_backend(request.param)

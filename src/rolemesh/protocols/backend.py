@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from rolemesh.batch import Assembly, BlockMeta
 from rolemesh.observe import Metrics, Span
 from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.protocols.store import StoreLink
 
 T = TypeVar("T")
 
@@ -191,6 +192,14 @@ class Backend(Protocol):
         """Give the pool's bundles back. Processes in it must be dead."""
         ...
 
+    async def start_store(self, run: str, deadline: float) -> StoreLink:
+        """Start the KV store of a run and return the way to it. `close` ends it."""
+        ...
+
     async def close(self) -> None:
         """Free everything this backend made."""
+        ...
+
+    def stop(self) -> None:
+        """After the last `run`: end what still belongs to this backend, a cluster of its own for one."""
         ...

@@ -39,6 +39,7 @@ from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
 from rolemesh.runtime.ray.host import RayHost
+from rolemesh.runtime.ray.store import NAMESPACE, RayStoreLink
 
 T = TypeVar("T")
 NODE_LABEL = "ray.io/node-id"
@@ -72,6 +73,7 @@ class RayBackend:
         self._object_store_bytes, self._pythonpath = object_store_bytes, tuple(pythonpath)
         self._groups: dict[str, dict[int, PlacementGroup]] = {}
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
+        self._stores: list[RayStoreLink] = []
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._started = False
 
@@ -83,7 +85,7 @@ class RayBackend:
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the job here, not background work
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "rolemesh"}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
         if self._pythonpath:
             options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(self._pythonpath)}}
         if self._address is None:
@@ -111,7 +113,15 @@ class RayBackend:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    async def start_store(self, run: str, deadline: float) -> RayStoreLink:
+        link = RayStoreLink(run)
+        self._stores.append(link)
+        await link.restart(deadline)
+        return link
+
     async def close(self) -> None:
+        while self._stores:
+            await self._stores.pop().stop()
         for name in list(self._groups):
             await self.release_pool(name)
 

@@ -1,0 +1,459 @@
+"""The server of a run's KV store: an actor on Ray, a plain object in the other backends. Clients reach it through `runtime/kv_store.py`.
+
+It only holds what owners tell it, and forgets everything when it restarts; then it answers nobody before they have told their facts
+again. All waiting happens here, on the time of the event loop: a reader is woken by the write it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rolemesh.errors import LeaseExpired, RolemeshError, StaleWrite
+from rolemesh.protocols.store import Fact, StoreAnswer, StoreGone, StoreRequest, Version
+
+Place = tuple[str, str]
+"""(namespace, key)."""
+
+DELETIONS_KEPT = 4096
+"""A watcher that is more deletions behind gets the whole state instead."""
+SILENT_SECONDS = 120.0
+"""A client that was silent for so long is not told any more which of its facts others have taken over."""
+STALL_SECONDS = 1.0
+"""A timer that is this late tells of a pause of the server, in which no keep-alive could arrive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEntry:
+    """A key as it is now. `owner` is who wrote it last."""
+
+    key: str
+    value: Any
+    version: Version
+    owner: str
+    group: str = ""
+    generation: int = 0
+    lease: str = ""
+    client: str = field(default="", compare=False, repr=False)
+    request: str = field(default="", compare=False, repr=False)
+    """Id of the request that wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Answer to a read. Without an entry it says what else there is."""
+
+    entry: KvEntry | None
+    looks: int
+    nearest: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    """Namespaces that have the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvChange:
+    """A key that was written, deleted, or went away with its lease."""
+
+    key: str
+    kind: Literal["put", "deleted", "expired"]
+    value: Any
+    version: Version
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What happened since a cursor. With `whole`, it is all there is now, because the cursor is of another life or too old."""
+
+    cursor: Version
+    items: tuple[KvChange, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitStatistic:
+    """Who waited for what: how often, how long (seconds in all and at most), and how often in vain. Numbers in keys are `*`."""
+
+    namespace: str
+    waiter: str
+    key: str
+    count: int
+    seconds: float
+    longest: float
+    expired: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWait:
+    """A read that waits now, for `seconds` so far and at most `remaining` more."""
+
+    namespace: str
+    waiter: str
+    key: str
+    seconds: float
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """The waits of a store: those over, longest first, and those under way. A restart of the store begins anew."""
+
+    over: tuple[WaitStatistic, ...]
+    now: tuple[OpenWait, ...]
+
+
+@dataclass(slots=True)
+class _Lease:
+    owner: str
+    seconds: float
+    timer: asyncio.TimerHandle
+
+
+@dataclass(slots=True)
+class _Client:
+    heard: float
+    lost: dict[Place, Version] = field(default_factory=dict)
+    """Keys it wrote last before somebody else did, not told yet."""
+
+
+class KvServer:
+    """One life of the store, numbered by `incarnation`, which is higher than that of any life before."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation, self._number, self._arrivals = incarnation, 0, 0
+        self._entries: dict[Place, KvEntry] = {}
+        self._fences: dict[Place, int] = {}
+        """Generation by (namespace, group)."""
+        self._leases: dict[str, _Lease] = {}
+        self._clients: dict[str, _Client] = {}
+        self._changes: OrderedDict[Place, tuple[int, KvChange]] = OrderedDict()
+        """The last change of each key with its number, in order."""
+        self._deletions: OrderedDict[Place, int] = OrderedDict()
+        self._forgotten = 0
+        """Deletions up to this arrival are not in `_changes` any more."""
+        self._sleepers: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
+        """Waiting requests by what wakes them: ("key", key), ("namespace", name), ("client", id)."""
+        self._statistics: dict[tuple[str, str, str], WaitStatistic] = {}
+        self._open: dict[str, tuple[StoreRequest, float, float]] = {}
+        self._stopped = False
+
+    async def answer(self, request: StoreRequest) -> StoreAnswer:
+        """Serve one request. Raises StoreGone when the server is stopped meanwhile."""
+        if self._stopped:
+            raise StoreGone("the store was stopped")
+        self._clients.setdefault(request.client, _Client(heard=_now())).heard = _now()
+        if request.incarnation != self._incarnation and request.do != "publish":
+            return StoreAnswer(incarnation=self._incarnation)
+        try:
+            value = await self._serve(request)
+        except RolemeshError as error:
+            return StoreAnswer(incarnation=self._incarnation, error=error)
+        return StoreAnswer(incarnation=self._incarnation, value=value)
+
+    def stop(self) -> None:
+        """Leave everyone who waits without an answer."""
+        self._stopped = True
+        for lease in self._leases.values():
+            lease.timer.cancel()
+        for sleeper in [sleeper for sleepers in self._sleepers.values() for sleeper in sleepers]:
+            sleeper.set_exception(StoreGone("the store was stopped"))
+        self._sleepers.clear()
+
+    async def _serve(self, request: StoreRequest) -> Any:
+        match request.do:
+            case "get":
+                return await self._get(request)
+            case "changes":
+                return await self._changes_since(request)
+            case "stay":
+                return await self._stay(request)
+        return getattr(self, f"_{request.do}")(request)
+
+    # -- reading and waiting --------------------------------------------------------------------------------------------------
+
+    async def _get(self, request: StoreRequest) -> Look:
+        place, started, looks = (request.namespace, request.key), _now() - request.waited, request.looks + 1
+        ends = _now() + request.seconds
+        self._open[request.id] = request, started, _now() + request.patience
+        try:
+            while place not in self._entries and _now() < ends:
+                await self._sleep(("key", "\0".join(place)), ends)
+                looks += 1
+        finally:
+            del self._open[request.id]
+        entry = self._entries.get(place)
+        if request.seconds > 0 or request.waited > 0:
+            self._count(request, _now() - started, again=request.looks > 0, found=entry is not None)
+        if entry is not None:
+            return Look(entry=entry, looks=looks)
+        keys = [key for namespace, key in self._entries if namespace == request.namespace]
+        elsewhere = tuple(sorted(namespace for namespace, key in self._entries if key == request.key))
+        nearest = tuple(difflib.get_close_matches(request.key, keys, n=3, cutoff=0.5))
+        return Look(entry=None, looks=looks, nearest=nearest, elsewhere=elsewhere)
+
+    def _count(self, request: StoreRequest, waited: float, *, again: bool, found: bool) -> None:
+        """A wait that its client cuts into slices is counted once, and is in vain only while its latest slice was."""
+        pattern = re.sub(r"\d+", "*", request.key)
+        place = request.namespace, request.owner, pattern
+        old = self._statistics.get(place) or WaitStatistic(
+            namespace=request.namespace, waiter=request.owner, key=pattern, count=0, seconds=0.0, longest=0.0, expired=0
+        )
+        self._statistics[place] = replace(
+            old,
+            count=old.count + (not again or old.count == 0),
+            seconds=old.seconds + waited - request.waited,
+            longest=max(old.longest, waited),
+            expired=max(old.expired - again, 0) + (not found),
+        )
+
+    async def _sleep(self, what: tuple[str, str], ends: float) -> None:
+        """Until somebody wakes what is waited for, at most until `ends`."""
+        sleeper: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers.setdefault(what, set()).add(sleeper)
+        try:
+            await asyncio.wait({sleeper}, timeout=max(ends - _now(), 0))
+            if sleeper.done():
+                sleeper.result()
+        finally:
+            sleepers = self._sleepers.get(what, set())
+            sleepers.discard(sleeper)
+            if not sleepers:
+                self._sleepers.pop(what, None)
+
+    def _wake(self, kind: str, name: str) -> None:
+        for sleeper in self._sleepers.pop((kind, name), set()):
+            sleeper.set_result(None)
+
+    def _list(self, request: StoreRequest) -> list[KvEntry]:
+        found = [e for (namespace, key), e in self._entries.items() if namespace == request.namespace and key.startswith(request.key)]
+        return sorted(found, key=lambda entry: entry.key)
+
+    async def _changes_since(self, request: StoreRequest) -> Changes:
+        life, arrival = request.cursor
+        ends = _now() + request.seconds
+        while True:
+            whole = life != self._incarnation or arrival < self._forgotten
+            items = tuple(self._present(request) if whole else self._later(request, arrival))
+            if items or whole or _now() >= ends:
+                return Changes(cursor=(self._incarnation, self._arrivals), items=items, whole=whole)
+            await self._sleep(("namespace", request.namespace), ends)
+
+    def _present(self, request: StoreRequest) -> Iterator[KvChange]:
+        return (_change(entry, "put") for entry in self._list(request))
+
+    def _later(self, request: StoreRequest, arrival: int) -> list[KvChange]:
+        found = []
+        for (namespace, key), (number, change) in reversed(self._changes.items()):
+            if number <= arrival:
+                break
+            if namespace == request.namespace and key.startswith(request.key):
+                found.append(change)
+        return found[::-1]
+
+    def _waits(self, request: StoreRequest) -> Waits:
+        over = sorted(self._statistics.values(), key=lambda row: -row.seconds)
+        now = []
+        for asked, started, ends in self._open.values():
+            seconds, remaining = _now() - started, max(ends - _now(), 0)
+            now.append(OpenWait(namespace=asked.namespace, waiter=asked.owner, key=asked.key, seconds=seconds, remaining=remaining))
+        return Waits(over=tuple(over), now=tuple(now))
+
+    # -- writing --------------------------------------------------------------------------------------------------------------
+
+    def _put(self, request: StoreRequest) -> Version | None:
+        """The new version, or None when a condition does not hold."""
+        place = request.namespace, request.key
+        self._check_fence(request)
+        old = self._entries.get(place)
+        if old is not None and old.request == request.id:
+            return old.version  # it was done, and the answer got lost
+        if request.conditional and request.expected != (old.version if old else None):
+            return None
+        if request.lease and request.lease not in self._leases:
+            raise LeaseExpired(holder=request.owner, seconds=request.seconds)
+        self._number += 1
+        entry = KvEntry(
+            key=request.key,
+            value=request.value,
+            version=(self._incarnation, self._number),
+            owner=request.owner,
+            group=request.group,
+            generation=request.generation,
+            lease=request.lease,
+            client=request.client,
+            request=request.id,
+        )
+        self._set(place, entry)
+        return entry.version
+
+    def _delete(self, request: StoreRequest) -> tuple[Version, bool] | None:
+        """The version of the deletion and whether somebody else had written the key; None when there was none."""
+        self._check_fence(request)
+        old = self._entries.get((request.namespace, request.key))
+        if old is None:
+            return None
+        version = self._remove((request.namespace, request.key), "deleted", by=request.client)
+        return version, old.client != request.client
+
+    def _set(self, place: Place, entry: KvEntry) -> None:
+        old = self._entries.get(place)
+        if old is not None and old.client != entry.client:
+            self._tell_lost(old.client, place, entry.version)
+        self._entries[place] = entry
+        self._deletions.pop(place, None)
+        self._note(place, _change(entry, "put"))
+
+    def _remove(self, place: Place, kind: Literal["deleted", "expired"], *, by: str = "") -> Version:
+        old = self._entries.pop(place)
+        self._number += 1
+        version = self._incarnation, self._number
+        if old.client != by:
+            self._tell_lost(old.client, place, version)
+        self._note_removed(place, KvChange(key=old.key, kind=kind, value=None, version=version, owner=old.owner))
+        return version
+
+    def _note_removed(self, place: Place, change: KvChange) -> None:
+        self._note(place, change)
+        self._deletions[place] = self._arrivals
+        self._deletions.move_to_end(place)
+        while len(self._deletions) > DELETIONS_KEPT:
+            oldest, self._forgotten = self._deletions.popitem(last=False)
+            self._changes.pop(oldest, None)
+
+    def _note(self, place: Place, change: KvChange) -> None:
+        self._arrivals += 1
+        self._changes[place] = self._arrivals, change
+        self._changes.move_to_end(place)
+        self._wake("key", "\0".join(place))
+        self._wake("namespace", place[0])
+
+    # -- generations ----------------------------------------------------------------------------------------------------------
+
+    def _check_fence(self, request: StoreRequest) -> None:
+        """Raises StaleWrite for a writer of an older generation; the first of a newer one raises the fence."""
+        if not request.group:
+            return
+        current = self._fences.get((request.namespace, request.group), 0)
+        if request.generation < current:
+            raise StaleWrite(writer=request.owner, key=request.key, group=request.group, got=request.generation, current=current)
+        self._raise_fence((request.namespace, request.group), request.generation)
+
+    def _raise_fence(self, scope: Place, generation: int) -> None:
+        """From now on only this generation of the group may write. What older ones have written is true no longer, and goes away."""
+        if generation <= self._fences.get(scope, 0):
+            return
+        self._fences[scope] = generation
+        namespace, group = scope
+        for place, entry in list(self._entries.items()):
+            if place[0] == namespace and entry.group == group and entry.generation < generation:
+                self._remove(place, "deleted")
+
+    def _fence(self, request: StoreRequest) -> None:
+        self._check_fence(request)
+
+    # -- leases ---------------------------------------------------------------------------------------------------------------
+
+    def _lease(self, request: StoreRequest) -> None:
+        self._grant(request.lease, request.owner, request.seconds)
+
+    def _grant(self, lease: str, owner: str, seconds: float) -> None:
+        old = self._leases.get(lease)
+        if old is not None:
+            old.timer.cancel()
+        self._leases[lease] = _Lease(owner, seconds, self._timer(lease, seconds))
+
+    def _timer(self, lease: str, seconds: float) -> asyncio.TimerHandle:
+        due = _now() + seconds
+        return asyncio.get_running_loop().call_at(due, self._expire, lease, due)
+
+    def _expire(self, lease: str, due: float) -> None:
+        held = self._leases[lease]
+        if _now() - due > STALL_SECONDS:
+            held.timer = self._timer(lease, held.seconds)
+            return
+        self._end_lease(lease, "expired")
+
+    def _end_lease(self, lease: str, kind: Literal["deleted", "expired"]) -> None:
+        self._leases.pop(lease).timer.cancel()
+        for place in [place for place, entry in self._entries.items() if entry.lease == lease]:
+            self._remove(place, kind)
+
+    def _keep(self, request: StoreRequest) -> bool:
+        """False when the lease is over."""
+        if request.lease not in self._leases:
+            return False
+        self._grant(request.lease, request.owner, request.seconds)
+        return True
+
+    def _release(self, request: StoreRequest) -> None:
+        if request.lease in self._leases:
+            self._end_lease(request.lease, "deleted")
+
+    # -- owners ---------------------------------------------------------------------------------------------------------------
+
+    def _publish(self, request: StoreRequest) -> list[Place]:
+        """An owner tells its facts after a restart, with the versions they had. Returns those that are not true any more."""
+        for group, generation in (request.fences or {}).items():
+            self._raise_fence((request.namespace, group), generation)
+        for lease, seconds in (request.leases or {}).items():
+            self._grant(lease, request.owner, seconds)
+        return [(fact.namespace, fact.key) for fact in request.facts if not self._take(request, fact)]
+
+    def _take(self, request: StoreRequest, fact: Fact) -> bool:
+        place, scope = (fact.namespace, fact.key), (fact.namespace, fact.group)
+        if fact.group and fact.generation < self._fences.get(scope, 0):
+            return False
+        known = self._changes.get(place)
+        if known is not None and known[1].version >= fact.version:
+            return known[1].version == fact.version
+        if fact.group:
+            self._raise_fence(scope, fact.generation)
+        if fact.deleted:
+            self._entries.pop(place, None)
+            self._note_removed(place, KvChange(key=fact.key, kind="deleted", value=None, version=fact.version, owner=request.owner))
+        else:
+            self._set(place, _entry(request, fact))
+        return True
+
+    def _tell_lost(self, client: str, place: Place, version: Version) -> None:
+        """The earlier owner of a key shall not republish it."""
+        known = self._clients.get(client)
+        if known is None or _now() - known.heard > SILENT_SECONDS:
+            self._clients.pop(client, None)
+            return
+        known.lost[place] = version
+        self._wake("client", client)
+
+    async def _stay(self, request: StoreRequest) -> dict[Place, Version]:
+        """Held until the client has something to hear, or the time is over. It notices a restart at once by this."""
+        client, ends = self._clients[request.client], _now() + request.seconds
+        while not client.lost and _now() < ends:
+            await self._sleep(("client", request.client), ends)
+        told, client.lost = client.lost, {}
+        return told
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _change(entry: KvEntry, kind: Literal["put"]) -> KvChange:
+    return KvChange(key=entry.key, kind=kind, value=entry.value, version=entry.version, owner=entry.owner)
+
+
+def _entry(request: StoreRequest, fact: Fact) -> KvEntry:
+    return KvEntry(
+        key=fact.key,
+        value=fact.value,
+        version=fact.version,
+        owner=request.owner,
+        group=fact.group,
+        generation=fact.generation,
+        lease=fact.lease,
+        client=request.client,
+    )

@@ -1,0 +1,123 @@
+"""The KV store as one asynchronous Ray actor per run, and the way to it from any process of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rolemesh.errors import DeadlineExceeded
+from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
+from rolemesh.runtime.kv_server import KvServer
+
+T = TypeVar("T")
+NAMESPACE = "rolemesh"
+"""Ray's namespace of all our actors; their names carry the run."""
+MOST_REQUESTS = 10_000
+"""Requests that the actor holds at a time. Waiting reads are most of them."""
+LOOKUP_SECONDS = 10.0
+PAUSE_SECONDS = 0.05
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0, max_concurrency=MOST_REQUESTS)
+class RayStore:
+    """Ray never restarts it: that is for the one who started it, in a new life."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._server = KvServer(incarnation)
+
+    async def ready(self) -> None:
+        """Answers once the actor runs."""
+
+    async def answer(self, request: StoreRequest) -> StoreAnswer:
+        return await self._server.answer(request)
+
+
+class RayStoreLink:
+    """Found by the run's name, so that it finds the next life of the store too."""
+
+    def __init__(self, run: str) -> None:
+        self.run, self._life = run, 0
+        self._actor: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayStoreLink, (self.run,)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.run}/kv"
+
+    async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
+        try:
+            actor = self._actor = self._actor or await self._find()
+            answer: StoreAnswer = await asyncio.wait_for(_await(actor.answer.remote(request)), deadline)
+        except RayActorError as error:
+            self._actor = None
+            raise StoreGone(str(error).splitlines()[0]) from error
+        except TimeoutError as error:
+            raise StoreGone(f"no answer in {deadline:g} s") from error
+        return answer
+
+    async def _find(self) -> Any:
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(ray.get_actor, self._name, NAMESPACE), LOOKUP_SECONDS)
+        except (ValueError, RayError) as error:
+            raise StoreGone(f"there is no actor {self._name}") from error
+        except TimeoutError as error:
+            raise StoreGone(f"Ray's list of actors did not come in {LOOKUP_SECONDS:g} s") from error
+
+    def drive(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+        """On a thread of its own, which keeps leases and facts while the worker computes."""
+        task = asyncio.run_coroutine_threadsafe(work, _loop())
+        try:
+            return task.result(deadline)
+        except TimeoutError as error:
+            task.cancel()
+            subject = f"the thread that asks the store of {self.run}"
+            raise DeadlineExceeded(waiter="a worker", subject=subject, seconds=deadline) from error
+
+    async def restart(self, deadline: float) -> None:
+        await self.stop()
+        self._life += 1
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        ends = time.monotonic() + deadline
+        while True:
+            try:
+                actor = RayStore.options(name=self._name, namespace=NAMESPACE, scheduling_strategy=here).remote(self._life)  # type: ignore[attr-defined]
+                await asyncio.wait_for(_await(actor.ready.remote()), max(ends - time.monotonic(), 0.01))
+            except (ValueError, RayError, TimeoutError) as error:  # ValueError: the name is not free yet
+                if time.monotonic() >= ends:
+                    subject = f"the store of {self.run} to start"
+                    raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=str(error)) from error
+                await asyncio.sleep(PAUSE_SECONDS)
+            else:
+                self._actor = actor
+                return
+
+    async def stop(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+
+
+async def _await(ref: Awaitable[T]) -> T:
+    return await ref
+
+
+_STARTING = threading.Lock()
+_LOOPS: list[asyncio.AbstractEventLoop] = []
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's store clients, in a thread of its own."""
+    with _STARTING:
+        if not _LOOPS:
+            _LOOPS.append(asyncio.new_event_loop())
+            threading.Thread(target=_LOOPS[0].run_forever, daemon=True, name="rolemesh-store").start()
+    return _LOOPS[0]
