@@ -3,12 +3,14 @@ from pathlib import Path
 
 import pytest
 
+import rolemesh
 from rolemesh.runtime import Backend, create_backend
 
 
 @pytest.fixture(scope="module")
 def ray_backend() -> Iterator[Backend]:
-    backend = create_backend("ray", num_cpus=8, object_store_bytes=400_000_000, pythonpath=[str(Path(__file__).parent)])
+    path = [str(Path(__file__).parent), str(Path(rolemesh.__file__).parents[1])]
+    backend = create_backend("ray", num_cpus=8, object_store_bytes=400_000_000, pythonpath=path)
     backend.start()
     yield backend
     backend.stop()

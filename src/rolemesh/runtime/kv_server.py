@@ -161,7 +161,7 @@ class KvServer:
         for lease in self._leases.values():
             lease.timer.cancel()
         for sleeper in [sleeper for sleepers in self._sleepers.values() for sleeper in sleepers]:
-            sleeper.set_exception(StoreGone("the store was stopped"))
+            sleeper.set_result(None)
         self._sleepers.clear()
 
     async def _serve(self, request: StoreRequest) -> Any:
@@ -217,8 +217,8 @@ class KvServer:
         self._sleepers.setdefault(what, set()).add(sleeper)
         try:
             await asyncio.wait({sleeper}, timeout=max(ends - _now(), 0))
-            if sleeper.done():
-                sleeper.result()
+            if self._stopped:
+                raise StoreGone("the store was stopped")
         finally:
             sleepers = self._sleepers.get(what, set())
             sleepers.discard(sleeper)

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rolemesh.errors import DeadlineExceeded
+from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 
@@ -85,20 +85,26 @@ class RayStoreLink:
     async def restart(self, deadline: float) -> None:
         await self.stop()
         self._life += 1
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ends = time.monotonic() + deadline
+        try:
+            self._actor = actor = await self._create(ends)
+            await asyncio.wait_for(_await(actor.ready.remote()), max(ends - time.monotonic(), 0.01))
+        except RayError as error:
+            raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(waiter="the controller", subject=f"the store of {self.run} to start", seconds=deadline) from error
+
+    async def _create(self, ends: float) -> Any:
+        """On this node, as soon as the life before has left its name."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        store = RayStore.options(name=self._name, namespace=NAMESPACE, scheduling_strategy=here)  # type: ignore[attr-defined]
         while True:
             try:
-                actor = RayStore.options(name=self._name, namespace=NAMESPACE, scheduling_strategy=here).remote(self._life)  # type: ignore[attr-defined]
-                await asyncio.wait_for(_await(actor.ready.remote()), max(ends - time.monotonic(), 0.01))
-            except (ValueError, RayError, TimeoutError) as error:  # ValueError: the name is not free yet
+                return store.remote(self._life)
+            except ValueError as error:
                 if time.monotonic() >= ends:
-                    subject = f"the store of {self.run} to start"
-                    raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=str(error)) from error
+                    raise TimeoutError(str(error)) from error
                 await asyncio.sleep(PAUSE_SECONDS)
-            else:
-                self._actor = actor
-                return
 
     async def stop(self) -> None:
         actor, self._actor = self._actor, None
