@@ -155,9 +155,10 @@ class Summer(Worker):
 class Registrar(Worker):
     """Tells the KV store where it is, and looks for its neighbour there."""
 
-    def __init__(self, context: WorkerContext, *, link: StoreLink) -> None:
+    def __init__(self, context: WorkerContext, *, link: StoreLink, run: str) -> None:
         super().__init__(context)
-        self.store = BlockingKvStore(link, owner=f"{context.group} rank {context.rank}", group=context.group, generation=1)
+        owner = f"{context.group} rank {context.rank}"
+        self.store = BlockingKvStore(link, owner=owner, namespace=run, group=context.group, generation=1)
 
     def load(self) -> None:
         self.store.put(f"{self.context.group}/{self.context.rank}", self.context.rank, lease=self.store.lease(20))

@@ -96,12 +96,16 @@ class _Outlook:
                 if request.who != who:
                     continue
                 wants = f"{who} waits for {ledger.describe(request.wish)}"
-                for held in self.held:
-                    if held.ledger is ledger:
-                        for party in self._bound(held):
-                            yield party, f"{wants}, held by {held.who}" + (f" and lent to {party}" if party != held.who else "")
+                if request.wish.pick(self._room(ledger)) is None:
+                    yield from self._holders(ledger, wants)
                 for before in list(queue)[:index]:
                     yield before.who, f"{wants}, behind {before.who}"
+
+    def _holders(self, ledger: Ledger, wants: str) -> Iterator[tuple[str, str]]:
+        for held in self.held:
+            if held.ledger is ledger:
+                for party in self._bound(held):
+                    yield party, f"{wants}, held by {held.who}" + (f" and lent to {party}" if party != held.who else "")
 
     def _bound(self, held: _Held) -> Iterator[str]:
         """Who has to go on for it to come back: its holder if that one waits, else who has borrowed it."""
