@@ -346,18 +346,24 @@ STEPS = st.lists(
 )
 
 
-@given(parties=st.lists(STEPS, min_size=1, max_size=6), seed=st.integers(0, 2**32))
-@settings(max_examples=150)
-def test_never_over_budget_never_lost_and_everyone_is_served_or_told(
-    parties: list[list[tuple[str, int, float | None, float, float, str]]], seed: int
-) -> None:
-    """Parties acquire, borrow, nest, fail, and are cancelled at random moments; after every move the books are checked."""
-    backend, chance = SimulatedBackend(limit=1e6), random.Random(seed)
-    waits: list[tuple[float, float, float]] = []
-    """How long each lasted, and how long it may last, from and to."""
+Step = tuple[str, int, float | None, float, float, str]
 
-    def check(guard: ResourceGuard) -> None:
-        for status in guard.snapshot():
+
+class Parties:
+    """Parties that acquire, borrow, nest, fail, and are cancelled at random moments; after every move the books are checked."""
+
+    def __init__(self, seed: int, patience: float | None = None) -> None:
+        self.backend, self.chance, self.patience = SimulatedBackend(limit=1e7), random.Random(seed), patience
+        self.guard = ResourceGuard(self.backend, warn=lambda text: None)
+        self.guard.add_slots("main", 4)
+        self.guard.add_slots("other", 2)
+        self.guard.add_amount("memory", 10.0)
+        self.waits: list[tuple[float, float, float]] = []
+        """How long each lasted, and how long it may last, from and to."""
+        self.expired = 0
+
+    def check(self) -> None:
+        for status in self.guard.snapshot():
             used: dict[int, Fraction] = {}
             direct = [row for row in status.holders if not row.lent_by]
             for row in direct:
@@ -367,64 +373,81 @@ def test_never_over_budget_never_lost_and_everyone_is_served_or_told(
             assert sum(row.amount for row in direct) + status.free == pytest.approx(BUDGETS[status.name])
             assert status.free >= 0
 
-    async def party(guard: ResourceGuard, who: str, steps: list[tuple[str, int, float | None, float, float, str]]) -> None:
+    async def acquire(self, who: str, step: Step) -> Lease | None:
+        """None when it was told why not."""
+        pool, amount, share, _, deadline, _ = step
+        deadline, started = self.patience or deadline, self.backend.time()
+        try:
+            lease = await self.guard.acquire(pool, amount, who=who, deadline=deadline, share=share if pool != "memory" else None)
+        except DeadlineExceeded:
+            self.expired += 1
+            self.waits.append((self.backend.time() - started, deadline, deadline))
+        except (ResourceError, Deadlock):
+            self.waits.append((self.backend.time() - started, 0, 0))
+        else:
+            self.waits.append((self.backend.time() - started, 0, deadline))
+            return lease
+        finally:
+            self.check()
+        return None
+
+    async def use(self, who: str, lease: Lease, hold: float, then: str) -> None:
+        if then != "borrow":
+            await asyncio.sleep(hold)
+            return
+        with await lease.borrow(1, who=f"{who}'s guest", deadline=1):
+            self.check()
+            if self.chance.random() < 0.3:
+                lease.release()
+            await asyncio.sleep(hold)
+
+    async def party(self, who: str, steps: list[Step]) -> None:
         held: list[Lease] = []
         try:
-            for pool, amount, share, hold, deadline, then in steps:
-                await asyncio.sleep(chance.choice([0, 0, 0.5, 3]))
-                started = backend.time()
-                part = share if pool != "memory" else None
-                try:
-                    lease = await guard.acquire(pool, amount, who=who, deadline=deadline, share=part)
-                except DeadlineExceeded:
-                    waits.append((backend.time() - started, deadline, deadline))
+            for step in steps:
+                await asyncio.sleep(self.chance.choice([0, 0, 0.5, 3]))
+                lease = await self.acquire(who, step)
+                if lease is None:
                     continue
-                except (ResourceError, Deadlock):
-                    waits.append((backend.time() - started, 0, 0))
-                    continue
-                finally:
-                    check(guard)
-                waits.append((backend.time() - started, 0, deadline))
                 held.append(lease)
-                if then == "borrow":
-                    with await lease.borrow(1, who=f"{who} borrower", deadline=1):
-                        check(guard)
-                        if chance.random() < 0.3:
-                            lease.release()
-                        await asyncio.sleep(hold)
-                else:
-                    await asyncio.sleep(hold)
-                if then == "fail":
-                    raise ValueError(who)
-                if then != "more":
+                await self.use(who, lease, step[3], step[5])
+                if step[5] == "fail":
+                    return
+                if step[5] != "more":
                     held.pop().release()
-                check(guard)
-        except ValueError:
-            pass
+                self.check()
         finally:
             for lease in held:
                 lease.release()
-            check(guard)
+            self.check()
 
-    async def main() -> None:
-        guard = ResourceGuard(backend, warn=lambda text: None)
-        guard.add_slots("main", 4)
-        guard.add_slots("other", 2)
-        guard.add_amount("memory", 10.0)
-        tasks = [asyncio.ensure_future(party(guard, f"party {number}", steps)) for number, steps in enumerate(parties)]
+    async def meet(self, parties: list[list[Step]]) -> None:
+        tasks = [asyncio.ensure_future(self.party(f"party {number}", steps)) for number, steps in enumerate(parties)]
         for task, steps in zip(tasks, parties, strict=True):
             if any(step[-1] == "cancel" for step in steps):
-                later(chance.choice([0, 0.5, 1, 2, 3.5]), task.cancel)
-        done, pending = await asyncio.wait(tasks, timeout=1e5)
-        assert not pending
-        for task in done:
-            if not task.cancelled():
-                task.result()
-        for status in guard.snapshot():
+                later(self.chance.choice([0, 0.5, 1, 2, 3.5]), task.cancel)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert ended is None or isinstance(ended, asyncio.CancelledError), ended
+        for status in self.guard.snapshot():
             assert (status.holders, status.waiting, status.free) == ((), (), BUDGETS[status.name])
 
-    backend.run(main())
-    assert [wait for wait in waits if not wait[1] - 1e-6 <= wait[0] <= wait[2] + 1e-6] == []
+
+@given(parties=st.lists(STEPS, min_size=1, max_size=6), seed=st.integers(0, 2**32))
+@settings(max_examples=150)
+def test_never_over_budget_never_lost_and_everyone_is_served_or_told_in_time(parties: list[list[Step]], seed: int) -> None:
+    world = Parties(seed)
+    world.backend.run(world.meet(parties))
+    assert [wait for wait in world.waits if not wait[1] - 1e-6 <= wait[0] <= wait[2] + 1e-6] == []
+
+
+@given(parties=st.lists(STEPS, min_size=2, max_size=6), seed=st.integers(0, 2**32))
+@settings(max_examples=100)
+def test_with_all_the_patience_everyone_is_served_unless_refused_up_front(parties: list[list[Step]], seed: int) -> None:
+    """So every deadlock was seen before it began."""
+    world = Parties(seed, patience=1e5)
+    world.backend.run(world.meet(parties))
+    assert world.expired == 0
+    assert max((wait[0] for wait in world.waits), default=0) < 1000
 
 
 @given(requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=8))

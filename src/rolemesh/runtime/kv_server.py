@@ -177,7 +177,7 @@ class KvServer:
     # -- reading and waiting --------------------------------------------------------------------------------------------------
 
     async def _get(self, request: StoreRequest) -> Look:
-        place, started, looks = (request.namespace, request.key), _now() - request.waited, request.looks + 1
+        place, started, looks = (request.namespace, request.key), _now() - request.waited, max(request.looks, 1)
         ends = _now() + request.seconds
         self._open[request.id] = request, started, _now() + request.patience
         try:
