@@ -1,6 +1,9 @@
 """One suite for the KV store on every backend: an actor on Ray, an object in this process, and an object on virtual time."""
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -370,6 +373,40 @@ def test_a_store_that_stays_away_ends_waits_within_their_deadline(backend: Backe
         await store.link.restart(60)
 
     on(backend, test)
+
+
+def test_a_pause_of_the_store_itself_expires_no_lease() -> None:
+    """When nothing could arrive, nothing is late. The store and its client stop here, as on a machine that was suspended."""
+
+    async def test(store: KvStore) -> None:
+        lease = await store.lease(0.3)
+        await store.put("here", 1, lease=lease)
+        time.sleep(1.5)
+        await asyncio.sleep(0.5)
+        assert await store.get("here", deadline=0) == 1
+        assert not lease.expired
+
+    on(LocalBackend(), test)
+
+
+@pytest.mark.ray
+def test_a_store_that_is_stopped_is_noticed_and_can_be_restarted(ray_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolemesh.runtime.kv_store.SLICE_SECONDS", 1.0)
+
+    async def test(store: KvStore) -> None:
+        await store.put("key", 1)
+        pid, _ = store.link._process
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match=r"key 'key' of run.*the store does not answer: no answer in"):
+            await store.get("key", deadline=2)
+        reading = asyncio.ensure_future(store.get("key", deadline=120))
+        await asyncio.sleep(0.5)
+        await store.link.restart(60)
+        assert await reading == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    on(ray_backend, test)
 
 
 # Workers.

@@ -199,7 +199,3 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Free everything this backend made."""
         ...
-
-    def stop(self) -> None:
-        """After the last `run`: end what still belongs to this backend, a cluster of its own for one."""
-        ...

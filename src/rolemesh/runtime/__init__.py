@@ -2,6 +2,7 @@
 without any role."""
 
 from rolemesh.protocols.backend import Backend, Bundle, Process
+from rolemesh.protocols.store import StoreLink
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Share, Topology
 from rolemesh.runtime.faults import Fault, Faults
@@ -45,6 +46,7 @@ __all__ = [
     "ResourceGuard",
     "Share",
     "SimulatedBackend",
+    "StoreLink",
     "Stored",
     "Topology",
     "WaitStatistic",

@@ -161,9 +161,6 @@ class LocalBackend:
         self._hosts.clear()
         self._pools.clear()
 
-    def stop(self) -> None:
-        """Nothing outlives `run`."""
-
     def _check_alive(self, process: Process) -> None:
         if self._hosts.get(process.spec.name) is not process.handle:
             raise WorkerDied(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -15,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
+from rolemesh.runtime.ray.host import end_process
 
 T = TypeVar("T")
 NAMESPACE = "rolemesh"
@@ -32,8 +35,9 @@ class RayStore:
     def __init__(self, incarnation: int) -> None:
         self._server = KvServer(incarnation)
 
-    async def ready(self) -> None:
-        """Answers once the actor runs."""
+    async def who(self) -> tuple[int, float]:
+        """(pid, when this process started)."""
+        return os.getpid(), psutil.Process().create_time()
 
     async def answer(self, request: StoreRequest) -> StoreAnswer:
         return await self._server.answer(request)
@@ -45,6 +49,7 @@ class RayStoreLink:
     def __init__(self, run: str) -> None:
         self.run, self._life = run, 0
         self._actor: Any = None
+        self._process: tuple[int, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayStoreLink, (self.run,)
@@ -88,7 +93,7 @@ class RayStoreLink:
         ends = time.monotonic() + deadline
         try:
             self._actor = actor = await self._create(ends)
-            await asyncio.wait_for(_await(actor.ready.remote()), max(ends - time.monotonic(), 0.01))
+            self._process = await asyncio.wait_for(_await(actor.who.remote()), max(ends - time.monotonic(), 0.01))
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
@@ -107,9 +112,12 @@ class RayStoreLink:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def stop(self) -> None:
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            ray.kill(actor, no_restart=True)
+        """It lives on the node where it was started, so it can be ended even if it is stopped."""
+        if self._actor is not None:
+            ray.kill(self._actor, no_restart=True)
+        if self._process is not None:
+            end_process(*self._process)
+        self._actor = self._process = None
 
 
 async def _await(ref: Awaitable[T]) -> T:
