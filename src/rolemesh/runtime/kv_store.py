@@ -115,7 +115,7 @@ class KvStore:
         ends = started + deadline
         while True:
             subject = f"key {key!r} of {self.namespace}"
-            look: Look = await self._ask("get", ends=ends, waits=True, subject=subject, key=key, looks=looks, waited=now() - started)
+            look: Look = await self._ask("get", since=started, ends=ends, waits=True, subject=subject, key=key, looks=looks)
             looks = look.looks
             if look.entry is not None:
                 return look.entry.value
@@ -231,19 +231,29 @@ class KvStore:
             **told,
         )
 
-    async def _ask(self, do: Operation, *, ends: float | None = None, waits: bool = False, subject: str = "", **fields: Any) -> Any:
-        """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most.
+    async def _ask(
+        self,
+        do: Operation,
+        *,
+        since: float | None = None,
+        ends: float | None = None,
+        waits: bool = False,
+        subject: str = "",
+        **fields: Any,
+    ) -> Any:
+        """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most, and
+        `since` is when the caller began.
 
         Raises the server's error, or DeadlineExceeded when the store is away for so long.
         """
         now = asyncio.get_running_loop().time
-        started, pause = now(), PAUSES[0]
+        started, pause = now() if since is None else since, PAUSES[0]
         ends = started + self._answer_seconds if ends is None else ends
         request = self._request(do, **fields)
         while True:
             if waits:
                 patience = max(ends - now(), 0)
-                request = replace(request, seconds=min(patience, SLICE_SECONDS), patience=patience)
+                request = replace(request, seconds=min(patience, SLICE_SECONDS), patience=patience, waited=now() - started)
             silence = request.seconds + GRACE_SECONDS if waits else min(self._answer_seconds, SLICE_SECONDS)
             try:
                 answer = await self._ask_once(request, silence)
@@ -302,7 +312,11 @@ class KvLease:
 
 
 class KvWatch:
-    """A stream of changes under a prefix. Two quick changes of one key may arrive as the later one; a restart of the store is not seen."""
+    """A stream of changes under a prefix. Two quick changes of one key may arrive as the later one.
+
+    A restart of the store is not seen: keys come back with the versions that were reported already. Only a key whose owner died while
+    the store restarted is gone without a report.
+    """
 
     def __init__(self, store: KvStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
