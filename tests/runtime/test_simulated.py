@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -245,6 +245,38 @@ def test_ending_a_process_tells_who_waits_for_it_at_once() -> None:
         assert backend.time() == 60
 
     backend.run(main())
+
+
+class Recording(Worker):
+    """Writes down which of its methods ran."""
+
+    ran: ClassVar[list[str]] = []
+
+    @register()
+    def dig(self) -> None:
+        self.ran.append("dig")
+
+    @register()
+    def sow(self) -> None:
+        self.ran.append("sow")
+
+
+@pytest.mark.parametrize("how", ["killed", "dies"])
+def test_a_process_that_ended_computes_no_more(how: str) -> None:
+    backend = faulty(*([Fault(kind="death", method="dig")] if how == "dies" else []), durations={"dig": 600, "sow": 600})
+    Recording.ran.clear()
+
+    async def main() -> None:
+        group = await adders(backend, workers=1, worker_class=Recording)
+        waiting = asyncio.gather(group.dig(), group.sow(), return_exceptions=True)
+        await asyncio.sleep(60)
+        if how == "killed":
+            await group.pool.kill(0)
+        assert [type(outcome) for outcome in await waiting] == [WorkerDied] * 2
+        await asyncio.sleep(10 * HOUR)
+
+    backend.run(main())
+    assert Recording.ran == []
 
 
 def test_after_a_lost_reply_the_same_call_is_answered_and_not_made_again() -> None:

@@ -182,8 +182,6 @@ class KvStore:
         place = fact.namespace, fact.key
         if place not in self._facts or self._facts[place].version < fact.version:
             self._facts[place] = fact
-        if fact.version[0] < self._incarnation:
-            self._incarnation = 0  # the store restarted since it was written, and was told the facts without this one
         self._keep_facts()
 
     def _keep_facts(self) -> None:
@@ -271,11 +269,12 @@ class KvStore:
                 return answer.value
 
     async def _ask_once(self, request: StoreRequest, deadline: float) -> StoreAnswer | None:
-        """None when the store was a stranger, who knows the facts now."""
+        """None when it has to be asked again: the store was a stranger, who knows the facts now, or has restarted since it answered."""
         answer = await self.link.ask(replace(request, incarnation=self._incarnation), deadline)
         if answer.incarnation == self._incarnation:
             return answer
-        await self._meet(answer.incarnation)
+        if answer.incarnation > self._incarnation:
+            await self._meet(answer.incarnation)
         return None
 
 

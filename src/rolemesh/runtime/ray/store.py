@@ -49,6 +49,8 @@ class RayStoreLink:
     def __init__(self, run: str) -> None:
         self.run, self._life = run, 0
         self._actor: Any = None
+        self._owned: Any = None
+        """Where it was started: Ray ends an actor when the first handle to it is gone."""
         self._process: tuple[int, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,11 +61,12 @@ class RayStoreLink:
         return f"{self.run}/kv"
 
     async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
+        actor = self._actor = self._actor or await self._find()
         try:
-            actor = self._actor = self._actor or await self._find()
             answer: StoreAnswer = await asyncio.wait_for(_await(actor.answer.remote(request)), deadline)
         except RayActorError as error:
-            self._actor = None
+            if self._actor is actor:  # it may be that of the next life by now
+                self._actor = None
             raise StoreGone(str(error).splitlines()[0]) from error
         except TimeoutError as error:
             raise StoreGone(f"no answer in {deadline:g} s") from error
@@ -92,8 +95,8 @@ class RayStoreLink:
         self._life += 1
         ends = time.monotonic() + deadline
         try:
-            self._actor = actor = await self._create(ends)
-            self._process = await asyncio.wait_for(_await(actor.who.remote()), max(ends - time.monotonic(), 0.01))
+            self._owned = self._actor = await self._create(ends)
+            self._process = await asyncio.wait_for(_await(self._owned.who.remote()), max(ends - time.monotonic(), 0.01))
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
@@ -113,11 +116,11 @@ class RayStoreLink:
 
     async def stop(self) -> None:
         """It lives on the node where it was started, so it can be ended even if it is stopped."""
-        if self._actor is not None:
-            ray.kill(self._actor, no_restart=True)
+        if self._owned is not None:
+            ray.kill(self._owned, no_restart=True)
         if self._process is not None:
             end_process(*self._process)
-        self._actor = self._process = None
+        self._owned = self._actor = self._process = None
 
 
 async def _await(ref: Awaitable[T]) -> T:
