@@ -43,7 +43,8 @@ def test_S33_the_program_on_the_page_runs_on_ray(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=170, check=False, env={**os.environ, "PYTHONPATH": path}
     )
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[109, 116]"]), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "[109, 116]" in done.stdout.splitlines()
 
 
 def test_S33_the_program_knows_nothing_of_reinforcement_learning() -> None:

@@ -25,6 +25,8 @@ NAMESPACE = "rolemesh"
 MOST_REQUESTS = 10_000
 """Requests that the actor holds at a time. Waiting reads are most of them."""
 LOOKUP_SECONDS = 10.0
+STOP_SECONDS = 2.0
+"""How long a store may take to answer that it has stopped, before its process is killed."""
 PAUSE_SECONDS = 0.05
 
 
@@ -38,6 +40,10 @@ class RayStore:
     async def who(self) -> tuple[int, float]:
         """(pid, when this process started)."""
         return os.getpid(), psutil.Process().create_time()
+
+    async def stop(self) -> None:
+        """Before it is ended: whoever waits is told."""
+        self._server.stop()
 
     async def answer(self, request: StoreRequest) -> StoreAnswer:
         return await self._server.answer(request)
@@ -115,12 +121,17 @@ class RayStoreLink:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def stop(self) -> None:
-        """It lives on the node where it was started, so it can be ended even if it is stopped."""
-        if self._owned is not None:
-            ray.kill(self._owned, no_restart=True)
-        if self._process is not None:
-            end_process(*self._process)
+        """It lives on the node where it was started, so its process can be ended even if it does not answer."""
+        owned, process = self._owned, self._process
         self._owned = self._actor = self._process = None
+        if owned is None:
+            return
+        try:
+            await asyncio.wait_for(_await(owned.stop.remote()), STOP_SECONDS)
+        except (RayError, TimeoutError):
+            if process is not None:
+                end_process(*process)
+        ray.kill(owned, no_restart=True)
 
 
 async def _await(ref: Awaitable[T]) -> T:
