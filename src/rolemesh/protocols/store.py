@@ -7,7 +7,7 @@ Instants never travel, only durations: each side has a clock of its own.
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from rolemesh.errors import RolemeshError
@@ -37,6 +37,85 @@ class Fact:
     lease: str = ""
     deleted: bool = False
     """The owner's last word on the key was to delete it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEntry:
+    """A key as it is now. `owner` is who wrote it last."""
+
+    key: str
+    value: Any
+    version: Version
+    owner: str
+    group: str = ""
+    generation: int = 0
+    lease: str = ""
+    client: str = field(default="", compare=False, repr=False)
+    request: str = field(default="", compare=False, repr=False)
+    """Id of the request that wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Answer to a read. Without an entry it says what else there is."""
+
+    entry: KvEntry | None
+    looks: int
+    nearest: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    """Namespaces that have the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvChange:
+    """A key that was written, deleted, or went away with its lease."""
+
+    key: str
+    kind: Literal["put", "deleted", "expired"]
+    value: Any
+    version: Version
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What happened since a cursor. With `whole`, it is all there is now, because the cursor is of another life or too old."""
+
+    cursor: Version
+    items: tuple[KvChange, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitStatistic:
+    """Who waited for what: how often, how long (seconds in all and at most), and how often in vain. Numbers in keys are `*`."""
+
+    namespace: str
+    waiter: str
+    key: str
+    count: int
+    seconds: float
+    longest: float
+    expired: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWait:
+    """A read that waits now, for `seconds` so far and at most `remaining` more."""
+
+    namespace: str
+    waiter: str
+    key: str
+    seconds: float
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """The waits of a store: those over, longest first, and those under way. A restart of the store begins anew."""
+
+    over: tuple[WaitStatistic, ...]
+    now: tuple[OpenWait, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,14 @@
 without any role."""
 
 from rolemesh.protocols.backend import Backend, Bundle, Process
-from rolemesh.protocols.store import StoreLink
+from rolemesh.protocols.store import KvChange, KvEntry, OpenWait, StoreLink, Waits, WaitStatistic
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Share, Topology
 from rolemesh.runtime.faults import Fault, Faults
 from rolemesh.runtime.group import CallRecord, Deadlines, WorkerGroup, together
 from rolemesh.runtime.guard import ResourceGuard
-from rolemesh.runtime.kv_server import KvChange, KvEntry, OpenWait, Waits, WaitStatistic
-from rolemesh.runtime.kv_store import BlockingKvStore, KvLease, KvStore, KvWatch
+from rolemesh.runtime.kv_blocking import BlockingKvStore
+from rolemesh.runtime.kv_store import KvLease, KvStore, KvWatch
 from rolemesh.runtime.ledger import Holding, Lease, PoolStatus, Waiting
 from rolemesh.runtime.local import LocalBackend
 from rolemesh.runtime.pool import Pool

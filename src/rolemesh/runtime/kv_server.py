@@ -15,7 +15,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rolemesh.errors import LeaseExpired, RolemeshError, StaleWrite
-from rolemesh.protocols.store import Fact, StoreAnswer, StoreGone, StoreRequest, Version
+from rolemesh.protocols.store import (
+    Changes,
+    Fact,
+    KvChange,
+    KvEntry,
+    Look,
+    OpenWait,
+    StoreAnswer,
+    StoreGone,
+    StoreRequest,
+    Version,
+    Waits,
+    WaitStatistic,
+)
 
 Place = tuple[str, str]
 """(namespace, key)."""
@@ -26,85 +39,6 @@ SILENT_SECONDS = 120.0
 """A client that was silent for so long is not told any more which of its facts others have taken over."""
 STALL_SECONDS = 1.0
 """A timer that is this late tells of a pause of the server, in which no keep-alive could arrive."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvEntry:
-    """A key as it is now. `owner` is who wrote it last."""
-
-    key: str
-    value: Any
-    version: Version
-    owner: str
-    group: str = ""
-    generation: int = 0
-    lease: str = ""
-    client: str = field(default="", compare=False, repr=False)
-    request: str = field(default="", compare=False, repr=False)
-    """Id of the request that wrote it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """Answer to a read. Without an entry it says what else there is."""
-
-    entry: KvEntry | None
-    looks: int
-    nearest: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()
-    """Namespaces that have the key."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvChange:
-    """A key that was written, deleted, or went away with its lease."""
-
-    key: str
-    kind: Literal["put", "deleted", "expired"]
-    value: Any
-    version: Version
-    owner: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What happened since a cursor. With `whole`, it is all there is now, because the cursor is of another life or too old."""
-
-    cursor: Version
-    items: tuple[KvChange, ...]
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitStatistic:
-    """Who waited for what: how often, how long (seconds in all and at most), and how often in vain. Numbers in keys are `*`."""
-
-    namespace: str
-    waiter: str
-    key: str
-    count: int
-    seconds: float
-    longest: float
-    expired: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenWait:
-    """A read that waits now, for `seconds` so far and at most `remaining` more."""
-
-    namespace: str
-    waiter: str
-    key: str
-    seconds: float
-    remaining: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """The waits of a store: those over, longest first, and those under way. A restart of the store begins anew."""
-
-    over: tuple[WaitStatistic, ...]
-    now: tuple[OpenWait, ...]
 
 
 @dataclass(slots=True)

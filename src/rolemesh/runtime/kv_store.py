@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -23,8 +23,20 @@ from typing import Any, Final, Self
 
 from rolemesh.errors import DeadlineExceeded, LeaseExpired, ValueRefused
 from rolemesh.protocols.backend import Backend
-from rolemesh.protocols.store import Fact, Operation, StoreAnswer, StoreGone, StoreLink, StoreRequest, Version
-from rolemesh.runtime.kv_server import Changes, KvChange, KvEntry, Look, Waits
+from rolemesh.protocols.store import (
+    Changes,
+    Fact,
+    KvChange,
+    KvEntry,
+    Look,
+    Operation,
+    StoreAnswer,
+    StoreGone,
+    StoreLink,
+    StoreRequest,
+    Version,
+    Waits,
+)
 
 SLICE_SECONDS: Final = 30.0
 """A wait in the store is asked for in pieces of this length: a store that went silent is noticed after one."""
@@ -32,8 +44,6 @@ GRACE_SECONDS: Final = 2.0
 """How much later than asked for an answer may be."""
 PAUSES: Final = (0.05, 1.0)
 """First and longest pause between two tries to reach a store that is restarting, seconds; they double."""
-DRIVE_SECONDS: Final = 60.0
-"""How much later than its own deadline a request of a worker ends in any case."""
 TOMBSTONE_SECONDS: Final = 120.0
 """How long the deletion of somebody else's key is remembered, in case the store restarts before the other client has heard of it."""
 VALUE_BYTES: Final = 65_536
@@ -355,57 +365,6 @@ class KvWatch:
         """Keys that were deleted too long ago for the store to know."""
         gone = self._seen.keys() - {change.key for change in changes.items}
         return [KvChange(key=key, kind="deleted", value=None, version=self._seen.pop(key), owner="") for key in sorted(gone)]
-
-
-class BlockingKvStore:
-    """The same for synchronous code in a worker: `put`, `get`, `compare_and_set`, `look`, `delete`, `list`, `lease` and `give_back`,
-    `close`.
-
-    Where workers share the controller's thread (local and simulated backends), a `get` of a key that is not there yet raises at once,
-    because nobody could put it while the worker waits.
-    """
-
-    def __init__(self, link: StoreLink, *, owner: str, namespace: str = "", group: str = "", generation: int = 0) -> None:
-        self._link = link
-        self._store = self._drive(_opened(link, owner=owner, namespace=namespace, group=group, generation=generation))
-
-    def _drive(self, work: Coroutine[Any, Any, Any], deadline: float = 0.0) -> Any:
-        return self._link.drive(work, deadline + DRIVE_SECONDS)
-
-    def put(self, key: str, value: Any, *, lease: KvLease | None = None) -> Version:
-        version: Version = self._drive(self._store.put(key, value, lease=lease))
-        return version
-
-    def compare_and_set(self, key: str, value: Any, expected: Version | None, *, lease: KvLease | None = None) -> bool:
-        return bool(self._drive(self._store.compare_and_set(key, value, expected, lease=lease)))
-
-    def get(self, key: str, deadline: float) -> Any:
-        return self._drive(self._store.get(key, deadline), deadline)
-
-    def look(self, key: str) -> KvEntry | None:
-        entry: KvEntry | None = self._drive(self._store.look(key))
-        return entry
-
-    def delete(self, key: str) -> bool:
-        return bool(self._drive(self._store.delete(key)))
-
-    def list(self, prefix: str = "") -> dict[str, Any]:
-        values: dict[str, Any] = self._drive(self._store.list(prefix))
-        return values
-
-    def lease(self, seconds: float) -> KvLease:
-        lease: KvLease = self._drive(self._store.lease(seconds))
-        return lease
-
-    def give_back(self, lease: KvLease) -> None:
-        self._drive(lease.close())
-
-    def close(self) -> None:
-        self._drive(self._store.close())
-
-
-async def _opened(link: StoreLink, **who: Any) -> KvStore:
-    return KvStore(link, **who)
 
 
 def _instead(look: Look) -> str:

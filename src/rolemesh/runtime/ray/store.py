@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import psutil
@@ -69,7 +69,8 @@ class RayStoreLink:
     async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
         actor = self._actor = self._actor or await self._find()
         try:
-            answer: StoreAnswer = await asyncio.wait_for(_await(actor.answer.remote(request)), deadline)
+            async with asyncio.timeout(deadline):
+                answer: StoreAnswer = await actor.answer.remote(request)
         except RayActorError as error:
             if self._actor is actor:  # it may be that of the next life by now
                 self._actor = None
@@ -80,7 +81,8 @@ class RayStoreLink:
 
     async def _find(self) -> Any:
         try:
-            return await asyncio.wait_for(asyncio.to_thread(ray.get_actor, self._name, NAMESPACE), LOOKUP_SECONDS)
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                return await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
         except (ValueError, RayError) as error:
             raise StoreGone(f"there is no actor {self._name}") from error
         except TimeoutError as error:
@@ -102,7 +104,8 @@ class RayStoreLink:
         ends = time.monotonic() + deadline
         try:
             self._owned = self._actor = await self._create(ends)
-            self._process = await asyncio.wait_for(_await(self._owned.who.remote()), max(ends - time.monotonic(), 0.01))
+            async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
+                self._process = await self._owned.who.remote()
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
@@ -127,15 +130,12 @@ class RayStoreLink:
         if owned is None:
             return
         try:
-            await asyncio.wait_for(_await(owned.stop.remote()), STOP_SECONDS)
+            async with asyncio.timeout(STOP_SECONDS):
+                await owned.stop.remote()
         except (RayError, TimeoutError):
             if process is not None:
                 end_process(*process)
         ray.kill(owned, no_restart=True)
-
-
-async def _await(ref: Awaitable[T]) -> T:
-    return await ref
 
 
 _STARTING = threading.Lock()
