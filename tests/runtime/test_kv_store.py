@@ -408,6 +408,28 @@ async def test_a_write_that_is_answered_after_a_restart_is_told_again() -> None:
     assert await store.list() == {"before": 1, "key": 2}
 
 
+class Slow(LocalStoreLink):
+    """While the first answer to a `get` is on its way, `meanwhile` happens."""
+
+    meanwhile: Callable[[], Awaitable[object]] | None = None
+
+    async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
+        answer = await super().ask(request, deadline)
+        if request.do == "get" and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            await meanwhile()
+        return answer
+
+
+async def test_who_was_a_stranger_when_it_asked_asks_again_though_it_was_introduced_since() -> None:
+    link = Slow("run")
+    store = KvStore(link, owner="controller")
+    await store.put("key", 1)
+    await link.restart(1)
+    link.meanwhile = lambda: store.put("other", 2)
+    assert await store.get("key", deadline=5) == 1
+
+
 def test_a_restart_expires_no_lease(backend: Backend) -> None:
     """Also when the store is away for longer than the lease lasts; a lease that is not kept afterwards ends."""
 

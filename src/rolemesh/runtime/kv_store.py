@@ -280,8 +280,9 @@ class KvStore:
 
     async def _ask_once(self, request: StoreRequest, deadline: float) -> StoreAnswer | None:
         """None when it has to be asked again: the store was a stranger, who knows the facts now, or has restarted since it answered."""
-        answer = await self.link.ask(replace(request, incarnation=self._incarnation), deadline)
-        if answer.incarnation == self._incarnation:
+        asked = self._incarnation
+        answer = await self.link.ask(replace(request, incarnation=asked), deadline)
+        if answer.incarnation == asked == self._incarnation:  # which may be another one by now
             return answer
         if answer.incarnation > self._incarnation:
             await self._meet(answer.incarnation)
