@@ -306,6 +306,9 @@ def test_owners_tell_their_facts_again_and_readers_only_wait_longer(backend: Bac
         worker = client(store, "rollout rank 0", group="rollout", generation=2)
         await store.put("variables/beta", 0.1)
         await store.put("variables/beta", 0.2)
+        value = [1]
+        await store.put("list", value)
+        value.append(2)
         await worker.put("rollout/0/address", "here")
         entry = await store.look("rollout/0/address")
         reading = asyncio.ensure_future(client(store, "reader").get("weights/version", deadline=120))
@@ -318,6 +321,7 @@ def test_owners_tell_their_facts_again_and_readers_only_wait_longer(backend: Bac
         late = client(store, "reader")
         assert await late.get("rollout/0/address", deadline=60) == "here"
         assert await late.get("variables/beta", deadline=60) == 0.2
+        assert await late.get("list", deadline=60) == [1], "what was put, not what became of it"
         assert await late.look("rollout/0/address") == entry, "the version is that of before"
         with pytest.raises(DeadlineExceeded):
             await watch.next(deadline=1)
@@ -388,7 +392,7 @@ async def test_a_write_whose_answer_got_lost_counts_once() -> None:
     lost: list[str] = []
 
     async def after(request: StoreRequest) -> None:
-        if request.do == "put" and request.id not in lost:
+        if request.do in ("put", "delete") and request.id not in lost:
             lost.append(request.id)
             raise StoreGone("lost on the way")
 
@@ -397,7 +401,9 @@ async def test_a_write_whose_answer_got_lost_counts_once() -> None:
     entry = await store.look("leader")
     assert await store.compare_and_set("leader", "still me", entry.version)
     assert (await store.look("leader")).version == (1, entry.version[1] + 1)
-    assert len(lost) == 2
+    assert await store.delete("leader")
+    assert not await store.delete("leader")
+    assert len(lost) == 4
 
 
 async def test_a_write_that_is_answered_after_a_restart_is_told_again() -> None:

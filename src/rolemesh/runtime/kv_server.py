@@ -48,6 +48,16 @@ class _Lease:
     timer: asyncio.TimerHandle
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deletion:
+    arrival: int
+    version: Version
+    request: str = ""
+    """Id of the request that asked for it; a fence or the end of a lease has none."""
+    foreign: bool = False
+    """Somebody else had written the key."""
+
+
 @dataclass(slots=True)
 class _Client:
     heard: float
@@ -67,7 +77,7 @@ class KvServer:
         self._clients: dict[str, _Client] = {}
         self._changes: OrderedDict[Place, tuple[int, KvChange]] = OrderedDict()
         """The last change of each key with its number, in order."""
-        self._deletions: OrderedDict[Place, int] = OrderedDict()
+        self._deletions: OrderedDict[Place, _Deletion] = OrderedDict()
         self._forgotten = 0
         """Deletions up to this arrival are not in `_changes` any more."""
         self._sleepers: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
@@ -228,11 +238,14 @@ class KvServer:
     def _delete(self, request: StoreRequest) -> tuple[Version, bool] | None:
         """The version of the deletion and whether somebody else had written the key; None when there was none."""
         self._check_fence(request)
-        old = self._entries.get((request.namespace, request.key))
+        place = request.namespace, request.key
+        old = self._entries.get(place)
         if old is None:
-            return None
-        version = self._remove((request.namespace, request.key), "deleted", by=request.client)
-        return version, old.client != request.client
+            known = self._deletions.get(place)
+            return (known.version, known.foreign) if known is not None and known.request == request.id else None
+        version, foreign = self._remove(place, "deleted", by=request.client), old.client != request.client
+        self._deletions[place] = replace(self._deletions[place], request=request.id, foreign=foreign)
+        return version, foreign
 
     def _set(self, place: Place, entry: KvEntry) -> None:
         old = self._entries.get(place)
@@ -253,10 +266,11 @@ class KvServer:
 
     def _note_removed(self, place: Place, change: KvChange) -> None:
         self._note(place, change)
-        self._deletions[place] = self._arrivals
+        self._deletions[place] = _Deletion(arrival=self._arrivals, version=change.version)
         self._deletions.move_to_end(place)
         while len(self._deletions) > DELETIONS_KEPT:
-            oldest, self._forgotten = self._deletions.popitem(last=False)
+            oldest, deletion = self._deletions.popitem(last=False)
+            self._forgotten = deletion.arrival
             self._changes.pop(oldest, None)
 
     def _note(self, place: Place, change: KvChange) -> None:
@@ -341,6 +355,8 @@ class KvServer:
     def _take(self, request: StoreRequest, fact: Fact) -> bool:
         place, scope = (fact.namespace, fact.key), (fact.namespace, fact.group)
         if fact.group and fact.generation < self._fences.get(scope, 0):
+            return False
+        if fact.lease and fact.lease not in self._leases:
             return False
         known = self._changes.get(place)
         if known is not None and known[1].version >= fact.version:

@@ -12,6 +12,7 @@ restart costs a pause, and neither keys nor leases. Writers that speak for a gro
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
 from collections import deque
 from collections.abc import Mapping
@@ -110,6 +111,7 @@ class KvStore:
 
     async def _put(self, key: str, value: Any, lease: KvLease | None, **condition: Any) -> Version | None:
         check_plain(key, value)
+        value = copy.deepcopy(value)  # the caller may go on changing it, here it is told again
         if lease is not None and lease.expired:
             raise LeaseExpired(holder=self.owner, seconds=lease.seconds)
         bound: dict[str, Any] = {"lease": lease.id, "seconds": lease.seconds} if lease is not None else {}
@@ -163,7 +165,7 @@ class KvStore:
 
     async def fence(self, group: str, generation: int) -> None:
         """From now on only this generation of a group may write, and what older ones wrote is gone. Raises StaleWrite if it is old."""
-        await self._ask("fence", group=group, generation=generation)
+        await self._ask("fence", key="generation", group=group, generation=generation)
         self._fences[group] = max(generation, self._fences.get(group, 0))
         self._keep_facts()
 
