@@ -51,8 +51,6 @@ class KvEntry:
     generation: int = 0
     lease: str = ""
     client: str = field(default="", compare=False, repr=False)
-    request: str = field(default="", compare=False, repr=False)
-    """Id of the request that wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,10 +33,14 @@ from rolemesh.protocols.store import (
 Place = tuple[str, str]
 """(namespace, key)."""
 
+ANSWERS_KEPT = 256
+"""Of writes, for each client: more than it has under way at a time."""
 DELETIONS_KEPT = 4096
 """A watcher that is more deletions behind gets the whole state instead."""
 SILENT_SECONDS = 120.0
 """A client that was silent for so long is not told any more which of its facts others have taken over."""
+SETTLE_SECONDS = 2.0
+"""So long after its first request a store that has restarted calls no key absent: owners, who stay in touch, tell their facts first."""
 STALL_SECONDS = 1.0
 """A timer that is this late tells of a pause of the server, in which no keep-alive could arrive."""
 
@@ -48,21 +52,13 @@ class _Lease:
     timer: asyncio.TimerHandle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Deletion:
-    arrival: int
-    version: Version
-    request: str = ""
-    """Id of the request that asked for it; a fence or the end of a lease has none."""
-    foreign: bool = False
-    """Somebody else had written the key."""
-
-
 @dataclass(slots=True)
 class _Client:
     heard: float
     lost: dict[Place, Version] = field(default_factory=dict)
     """Keys it wrote last before somebody else did, not told yet."""
+    answered: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+    """Answers to its latest writes by request, for asking again when one got lost."""
 
 
 class KvServer:
@@ -77,7 +73,7 @@ class KvServer:
         self._clients: dict[str, _Client] = {}
         self._changes: OrderedDict[Place, tuple[int, KvChange]] = OrderedDict()
         """The last change of each key with its number, in order."""
-        self._deletions: OrderedDict[Place, _Deletion] = OrderedDict()
+        self._deletions: OrderedDict[Place, int] = OrderedDict()
         self._forgotten = 0
         """Deletions up to this arrival are not in `_changes` any more."""
         self._sleepers: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
@@ -85,11 +81,15 @@ class KvServer:
         self._statistics: dict[tuple[str, str, str], WaitStatistic] = {}
         self._open: dict[str, tuple[StoreRequest, float, float]] = {}
         self._stopped = False
+        self._settled = 0.0 if incarnation == 1 else float("inf")
+        """When all owners have told their facts."""
 
     async def answer(self, request: StoreRequest) -> StoreAnswer:
         """Serve one request. Raises StoreGone when the server is stopped meanwhile."""
         if self._stopped:
             raise StoreGone("the store was stopped")
+        if self._settled == float("inf"):
+            self._settled = _now() + SETTLE_SECONDS
         self._clients.setdefault(request.client, _Client(heard=_now())).heard = _now()
         if request.incarnation != self._incarnation and request.do != "publish":
             return StoreAnswer(incarnation=self._incarnation)
@@ -109,6 +109,9 @@ class KvServer:
         self._sleepers.clear()
 
     async def _serve(self, request: StoreRequest) -> Any:
+        absent = request.do in ("get", "delete") or request.conditional
+        if request.do == "list" or (absent and (request.namespace, request.key) not in self._entries):
+            await self._settle()
         match request.do:
             case "get":
                 return await self._get(request)
@@ -116,7 +119,22 @@ class KvServer:
                 return await self._changes_since(request)
             case "stay":
                 return await self._stay(request)
+        if request.do in ("put", "delete"):
+            return self._once(request)
         return getattr(self, f"_{request.do}")(request)
+
+    def _once(self, request: StoreRequest) -> Any:
+        """A write whose answer got lost is asked for again, and is not made again."""
+        answered = self._clients[request.client].answered
+        if request.id not in answered:
+            answered[request.id] = self._put(request) if request.do == "put" else self._delete(request)
+            while len(answered) > ANSWERS_KEPT:
+                answered.popitem(last=False)
+        return answered[request.id]
+
+    async def _settle(self) -> None:
+        while _now() < self._settled:
+            await self._sleep(("settled", ""), self._settled)
 
     # -- reading and waiting --------------------------------------------------------------------------------------------------
 
@@ -214,8 +232,6 @@ class KvServer:
         place = request.namespace, request.key
         self._check_fence(request)
         old = self._entries.get(place)
-        if old is not None and old.request == request.id:
-            return old.version  # it was done, and the answer got lost
         if request.conditional and request.expected != (old.version if old else None):
             return None
         if request.lease and request.lease not in self._leases:
@@ -230,7 +246,6 @@ class KvServer:
             generation=request.generation,
             lease=request.lease,
             client=request.client,
-            request=request.id,
         )
         self._set(place, entry)
         return entry.version
@@ -241,11 +256,8 @@ class KvServer:
         place = request.namespace, request.key
         old = self._entries.get(place)
         if old is None:
-            known = self._deletions.get(place)
-            return (known.version, known.foreign) if known is not None and known.request == request.id else None
-        version, foreign = self._remove(place, "deleted", by=request.client), old.client != request.client
-        self._deletions[place] = replace(self._deletions[place], request=request.id, foreign=foreign)
-        return version, foreign
+            return None
+        return self._remove(place, "deleted", by=request.client), old.client != request.client
 
     def _set(self, place: Place, entry: KvEntry) -> None:
         old = self._entries.get(place)
@@ -266,11 +278,10 @@ class KvServer:
 
     def _note_removed(self, place: Place, change: KvChange) -> None:
         self._note(place, change)
-        self._deletions[place] = _Deletion(arrival=self._arrivals, version=change.version)
+        self._deletions[place] = self._arrivals
         self._deletions.move_to_end(place)
         while len(self._deletions) > DELETIONS_KEPT:
-            oldest, deletion = self._deletions.popitem(last=False)
-            self._forgotten = deletion.arrival
+            oldest, self._forgotten = self._deletions.popitem(last=False)
             self._changes.pop(oldest, None)
 
     def _note(self, place: Place, change: KvChange) -> None:
@@ -364,7 +375,9 @@ class KvServer:
         if fact.group:
             self._raise_fence(scope, fact.generation)
         if fact.deleted:
-            self._entries.pop(place, None)
+            old = self._entries.pop(place, None)
+            if old is not None:
+                self._tell_lost(old.client, place, fact.version)
             self._note_removed(place, KvChange(key=fact.key, kind="deleted", value=None, version=fact.version, owner=request.owner))
         else:
             self._set(place, _entry(request, fact))

@@ -41,8 +41,8 @@ from rolemesh.protocols.store import (
 
 SLICE_SECONDS: Final = 30.0
 """A wait in the store is asked for in pieces of this length: a store that went silent is noticed after one."""
-GRACE_SECONDS: Final = 2.0
-"""How much later than asked for an answer may be."""
+GRACE_SECONDS: Final = 5.0
+"""How much later than asked for an answer may be; a store that has just restarted takes 2 s to hear all owners."""
 PAUSES: Final = (0.05, 1.0)
 """First and longest pause between two tries to reach a store that is restarting, seconds; they double."""
 TOMBSTONE_SECONDS: Final = 120.0
@@ -106,7 +106,11 @@ class KvStore:
         return version
 
     async def compare_and_set(self, key: str, value: Any, expected: Version | None, *, lease: KvLease | None = None) -> bool:
-        """Write a key if its version (see `look`) still is `expected`, or with None if it is absent. False when it is not."""
+        """Write a key if its version (see `look`) still is `expected`, or with None if it is absent. False when it is not.
+
+        If the store dies between the write and its answer, and others build on what was written before it is asked again, the answer is
+        False all the same.
+        """
         return await self._put(key, value, lease, expected=expected, conditional=True) is not None
 
     async def _put(self, key: str, value: Any, lease: KvLease | None, **condition: Any) -> Version | None:
@@ -146,10 +150,10 @@ class KvStore:
         if deleted is None:
             return False
         version, foreign = deleted
-        if foreign:
+        if foreign or version[0] < self._incarnation:
             until = asyncio.get_running_loop().time() + TOMBSTONE_SECONDS
             self._tombstones.append((until, self._fact(key, None, version, deleted=True)))
-            self._keep_facts()
+            self._tell_again(version)
         return True
 
     async def list(self, prefix: str = "") -> dict[str, Any]:
@@ -194,6 +198,12 @@ class KvStore:
         place = fact.namespace, fact.key
         if place not in self._facts or self._facts[place].version < fact.version:
             self._facts[place] = fact
+        self._tell_again(fact.version)
+
+    def _tell_again(self, version: Version) -> None:
+        """A fact of this version is there to be told after a restart, and now, if it was written before one and answered after it."""
+        if version[0] < self._incarnation:
+            self._incarnation = 0
         self._keep_facts()
 
     def _keep_facts(self) -> None:
@@ -281,12 +291,12 @@ class KvStore:
                 return answer.value
 
     async def _ask_once(self, request: StoreRequest, deadline: float) -> StoreAnswer | None:
-        """None when it has to be asked again: the store was a stranger, who knows the facts now, or has restarted since it answered."""
+        """None when the store was a stranger, who knows the facts now and has to be asked again."""
         asked = self._incarnation
         answer = await self.link.ask(replace(request, incarnation=asked), deadline)
-        if answer.incarnation == asked == self._incarnation:  # which may be another one by now
+        if answer.incarnation == asked:
             return answer
-        if answer.incarnation > self._incarnation:
+        if answer.incarnation > self._incarnation:  # else somebody has introduced us meanwhile
             await self._meet(answer.incarnation)
         return None
 
