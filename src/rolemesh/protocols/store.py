@@ -17,7 +17,7 @@ T = TypeVar("T")
 Version = tuple[int, int]
 """(life of the store, number of the write in it). Later writes of a key have higher versions, across restarts too."""
 
-Operation = Literal["put", "get", "delete", "list", "changes", "lease", "keep", "release", "fence", "publish", "stay", "waits"]
+Operation = Literal["put", "get", "delete", "list", "changes", "lease", "keep", "release", "fence", "publish", "heard", "stay", "waits"]
 
 
 class StoreGone(Exception):

@@ -74,6 +74,8 @@ class KvServer:
         self._changes: OrderedDict[Place, tuple[int, KvChange]] = OrderedDict()
         """The last change of each key with its number, in order."""
         self._deletions: OrderedDict[Place, int] = OrderedDict()
+        self._unheard: dict[Version, tuple[str, Place]] = {}
+        """Writes over somebody else's key by version, of which the new owner may not know yet: (the owner before, the key)."""
         self._forgotten = 0
         """Deletions up to this arrival are not in `_changes` any more."""
         self._sleepers: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
@@ -227,8 +229,8 @@ class KvServer:
 
     # -- writing --------------------------------------------------------------------------------------------------------------
 
-    def _put(self, request: StoreRequest) -> Version | None:
-        """The new version, or None when a condition does not hold."""
+    def _put(self, request: StoreRequest) -> tuple[Version, bool] | None:
+        """The new version and whether somebody else had written the key, or None when a condition does not hold."""
         place = request.namespace, request.key
         self._check_fence(request)
         old = self._entries.get(place)
@@ -247,8 +249,11 @@ class KvServer:
             lease=request.lease,
             client=request.client,
         )
+        foreign = old is not None and old.client != request.client
+        if old is not None and foreign:
+            self._unheard[entry.version] = old.client, place
         self._set(place, entry)
-        return entry.version
+        return entry.version, foreign
 
     def _delete(self, request: StoreRequest) -> tuple[Version, bool] | None:
         """The version of the deletion and whether somebody else had written the key; None when there was none."""
@@ -257,21 +262,27 @@ class KvServer:
         old = self._entries.get(place)
         if old is None:
             return None
-        return self._remove(place, "deleted", by=request.client), old.client != request.client
+        version, foreign = self._remove(place, "deleted", tell=False), old.client != request.client
+        if foreign:
+            self._unheard[version] = old.client, place
+        return version, foreign
+
+    def _heard(self, request: StoreRequest) -> None:
+        """The new owner of a key knows that it is. Until then the one before keeps the fact, or a restart could lose both."""
+        told = self._unheard.pop(request.expected or (0, 0), None)
+        if told is not None and request.expected is not None:
+            self._tell_lost(*told, request.expected)
 
     def _set(self, place: Place, entry: KvEntry) -> None:
-        old = self._entries.get(place)
-        if old is not None and old.client != entry.client:
-            self._tell_lost(old.client, place, entry.version)
         self._entries[place] = entry
         self._deletions.pop(place, None)
         self._note(place, _change(entry, "put"))
 
-    def _remove(self, place: Place, kind: Literal["deleted", "expired"], *, by: str = "") -> Version:
+    def _remove(self, place: Place, kind: Literal["deleted", "expired"], *, tell: bool = True) -> Version:
         old = self._entries.pop(place)
         self._number += 1
         version = self._incarnation, self._number
-        if old.client != by:
+        if tell:
             self._tell_lost(old.client, place, version)
         self._note_removed(place, KvChange(key=old.key, kind=kind, value=None, version=version, owner=old.owner))
         return version
@@ -380,6 +391,9 @@ class KvServer:
                 self._tell_lost(old.client, place, fact.version)
             self._note_removed(place, KvChange(key=fact.key, kind="deleted", value=None, version=fact.version, owner=request.owner))
         else:
+            old = self._entries.get(place)
+            if old is not None and old.client != request.client:
+                self._tell_lost(old.client, place, fact.version)
             self._set(place, _entry(request, fact))
         return True
 

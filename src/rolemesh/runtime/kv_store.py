@@ -119,10 +119,19 @@ class KvStore:
         if lease is not None and lease.expired:
             raise LeaseExpired(holder=self.owner, seconds=lease.seconds)
         bound: dict[str, Any] = {"lease": lease.id, "seconds": lease.seconds} if lease is not None else {}
-        version: Version | None = await self._ask("put", key=key, value=value, **bound, **condition)
-        if version is not None:
-            self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""))
+        written: tuple[Version, bool] | None = await self._ask("put", key=key, value=value, **bound, **condition)
+        if written is None:
+            return None
+        version, foreign = written
+        self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""))
+        if foreign:
+            await self._confirm(version)
         return version
+
+    async def _confirm(self, version: Version) -> None:
+        """This client remembers what it wrote over somebody else's key, who may forget it now."""
+        with suppress(DeadlineExceeded):  # a store that is away for so long is told all facts anyhow
+            await self._ask("heard", expected=version)
 
     async def get(self, key: str, deadline: float) -> Any:
         """The value of a key, waiting in the store until there is one. Raises DeadlineExceeded saying what there is instead."""
@@ -154,6 +163,8 @@ class KvStore:
             until = asyncio.get_running_loop().time() + TOMBSTONE_SECONDS
             self._tombstones.append((until, self._fact(key, None, version, deleted=True)))
             self._tell_again(version)
+        if foreign:
+            await self._confirm(version)
         return True
 
     async def list(self, prefix: str = "") -> dict[str, Any]:
