@@ -40,7 +40,8 @@ DELETIONS_KEPT = 4096
 SILENT_SECONDS = 120.0
 """A client that was silent for so long is not told any more which of its facts others have taken over."""
 SETTLE_SECONDS = 2.0
-"""So long after its first request a store that has restarted calls no key absent: owners, who stay in touch, tell their facts first."""
+"""So long after its first request a store that has restarted calls no key absent and writes nothing that depends on what is there:
+owners, who stay in touch, tell their facts first."""
 STALL_SECONDS = 1.0
 """A timer that is this late tells of a pause of the server, in which no keep-alive could arrive."""
 
@@ -111,8 +112,8 @@ class KvServer:
         self._sleepers.clear()
 
     async def _serve(self, request: StoreRequest) -> Any:
-        absent = request.do in ("get", "delete") or request.conditional
-        if request.do == "list" or (absent and (request.namespace, request.key) not in self._entries):
+        absent = request.do in ("get", "delete") and (request.namespace, request.key) not in self._entries
+        if request.do == "list" or request.conditional or absent:
             await self._settle()
         match request.do:
             case "get":

@@ -123,13 +123,14 @@ class KvStore:
         if written is None:
             return None
         version, foreign = written
+        late = version[0] < self._incarnation
         self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""))
-        if foreign:
+        if foreign or late:
             await self._confirm(version)
         return version
 
     async def _confirm(self, version: Version) -> None:
-        """This client remembers what it wrote over somebody else's key, who may forget it now."""
+        """This client remembers what it wrote: whose key it was before may forget it, and a store that restarted meanwhile is told."""
         with suppress(DeadlineExceeded):  # a store that is away for so long is told all facts anyhow
             await self._ask("heard", expected=version)
 
@@ -159,11 +160,11 @@ class KvStore:
         if deleted is None:
             return False
         version, foreign = deleted
-        if foreign or version[0] < self._incarnation:
+        late = version[0] < self._incarnation
+        if foreign or late:
             until = asyncio.get_running_loop().time() + TOMBSTONE_SECONDS
             self._tombstones.append((until, self._fact(key, None, version, deleted=True)))
             self._tell_again(version)
-        if foreign:
             await self._confirm(version)
         return True
 
