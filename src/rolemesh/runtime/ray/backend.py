@@ -14,12 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-import psutil
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
@@ -38,7 +36,7 @@ from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, 
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
-from rolemesh.runtime.ray.host import RayHost
+from rolemesh.runtime.ray.host import RayHost, end_process, find_process
 from rolemesh.runtime.ray.store import NAMESPACE, RayStoreLink
 
 T = TypeVar("T")
@@ -239,10 +237,9 @@ class RayBackend:
         ray.kill(process.handle, no_restart=True)
         if process.address == ray.util.get_node_ip_address():
             ends = self.time() + KILL_SECONDS
-            while (found := _alive(process)) is not None and self.time() < ends:
+            while find_process(process.pid, process.created) is not None and self.time() < ends:
                 await self.sleep(0.02)
-            if found is not None:
-                _end(found)
+            end_process(process.pid, process.created)
 
     # -- values ---------------------------------------------------------------------------------------------------------------
 
@@ -388,19 +385,3 @@ def _tail(log_path: str) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 8192))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-
-
-def _alive(process: Process) -> psutil.Process | None:
-    """The process of the operating system, unless it has ended. The pid may be another process's by now."""
-    try:
-        found = psutil.Process(process.pid)
-        same = abs(found.create_time() - process.created) < 1  # seconds: both follow the wall clock, which may be set in between
-        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _end(process: psutil.Process) -> None:
-    """SIGKILL, for a process that Ray's own request does not reach, such as a stopped one."""
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
