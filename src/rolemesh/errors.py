@@ -11,6 +11,11 @@
     ├── NotJoined                    a call needs all ranks of a group that has no communicator now
     ├── StaleCall                    a call of an older controller epoch or group generation was refused
     ├── StaleWeights                 an engine was asked for another weight version than it holds
+    ├── StaleWrite                   a fact of an older group generation was refused by the KV store
+    ├── ValueRefused                 a value is too large for the KV store, or not plain
+    ├── LeaseExpired                 a fact was to be bound to a lease that has run out
+    ├── Deadlock                     a wait for resources would never end: the holders wait for each other
+    ├── StandStill                   nothing can happen any more in a simulation
     └── RunStopped                   the run ended on purpose (policy), with the reason
 
 Errors travel between processes, so each one pickles: a subclass takes keyword fields only and composes its message from them.
@@ -217,6 +222,70 @@ class StaleWeights(RolemeshError):
             f"{fields['where']} holds weight version {fields['holds']}, asked for {fields['asked']}. "
             "Publish the weights to it before generating"
         )
+
+
+class StaleWrite(RolemeshError):
+    """A write to the KV store on behalf of an older generation of a group than the store knows of. The late writer was replaced."""
+
+    def __init__(self, *, writer: str, key: str, group: str, got: int, current: int) -> None:
+        super().__init__(writer=writer, key=key, group=group, got=got, current=current)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return (
+            f"{fields['writer']} may not write {fields['key']!r}: it speaks for generation {fields['got']} of group {fields['group']}, "
+            f"which is at generation {fields['current']} by now. It was replaced, or holds an older group"
+        )
+
+
+class ValueRefused(RolemeshError):
+    """The KV store takes small plain values only."""
+
+    def __init__(self, *, key: str, found: str, need: str) -> None:
+        super().__init__(key=key, found=found, need=need)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return (
+            f"value of {fields['key']!r} refused: it must be {fields['need']}; found {fields['found']}. Let a worker method return large "
+            "objects, which then travel by reference"
+        )
+
+
+class LeaseExpired(RolemeshError):
+    """The lease of the KV store is over: it was not kept alive in time, or given back."""
+
+    def __init__(self, *, holder: str, seconds: float) -> None:
+        super().__init__(holder=holder, seconds=seconds)
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return f"the lease of {fields['holder']} ({fields['seconds']:g} s) has run out or was given back. Take a new one"
+
+
+class Deadlock(RolemeshError):
+    """A request for resources that could never be served, because those who hold them wait themselves. Refused before it waits."""
+
+    def __init__(self, *, who: str, wanted: str, cycle: Sequence[str]) -> None:
+        super().__init__(who=who, wanted=wanted, cycle=tuple(cycle))
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return (
+            f"{fields['who']} asked for {fields['wanted']} and would wait for ever: {'; '.join(fields['cycle'])}. "
+            "Give something back first, or let everyone acquire in the same order"
+        )
+
+
+class StandStill(RolemeshError):
+    """Nothing can happen any more in a simulation, or it went past its limit. A real program would wait for ever."""
+
+    def __init__(self, *, reason: str, tasks: Sequence[str]) -> None:
+        super().__init__(reason=reason, tasks=tuple(tasks))
+
+    @classmethod
+    def message(cls, **fields: Any) -> str:
+        return "\n".join((f"the simulation stands still: {fields['reason']}. Tasks that wait:", *(f"  {task}" for task in fields["tasks"])))
 
 
 class RunStopped(RolemeshError):

@@ -8,7 +8,8 @@ import time
 import numpy as np
 
 from rolemesh.batch import Batch
-from rolemesh.runtime import Answer, Dispatch, Rendezvous, Request, Share, Topology, Worker, WorkerContext, register
+from rolemesh.protocols.store import StoreLink
+from rolemesh.runtime import Answer, BlockingKvStore, Dispatch, Rendezvous, Request, Share, Topology, Worker, WorkerContext, register
 
 
 def split_reversed(topology: Topology, request: Request) -> list[Share | None]:
@@ -149,3 +150,23 @@ class Summer(Worker):
     @register(dispatch="all")
     def pid(self) -> int:
         return os.getpid()
+
+
+class Registrar(Worker):
+    """Tells the KV store where it is, and looks for its neighbour there."""
+
+    def __init__(self, context: WorkerContext, *, link: StoreLink, run: str) -> None:
+        super().__init__(context)
+        owner = f"{context.group} rank {context.rank}"
+        self.store = BlockingKvStore(link, owner=owner, namespace=run, group=context.group, generation=1)
+
+    def load(self) -> None:
+        self.store.put(f"{self.context.group}/{self.context.rank}", self.context.rank, lease=self.store.lease(20))
+
+    @register(dispatch="all")
+    def neighbour(self) -> int:
+        return self.store.get(f"{self.context.group}/{1 - self.context.rank}", deadline=30)
+
+    @register(dispatch="all")
+    def missing(self) -> int:
+        return self.store.get("nobody", deadline=0.5)

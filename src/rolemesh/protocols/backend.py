@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from rolemesh.batch import Assembly, BlockMeta
 from rolemesh.observe import Metrics, Span
 from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.protocols.store import StoreLink
 
 T = TypeVar("T")
 
@@ -190,6 +191,10 @@ class Backend(Protocol):
 
     async def release_pool(self, name: str) -> None:
         """Give the pool's bundles back. Processes in it must be dead."""
+        ...
+
+    async def start_store(self, run: str, deadline: float) -> StoreLink:
+        """Start the KV store of a run and return the way to it. `close` ends it."""
         ...
 
     async def close(self) -> None:

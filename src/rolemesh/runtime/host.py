@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,15 +36,15 @@ Answered = tuple[Reply, tuple[Any, Any]]
 
 
 class ProcessHost:
-    """The workers of one process."""
+    """The workers of one process. `clock` is the wall clock, unless time is simulated."""
 
-    def __init__(self, name: str, node: str) -> None:
-        self.name, self.node = name, node
+    def __init__(self, name: str, node: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.name, self.node, self._clock = name, node, clock
         self._workers: dict[str, Worker] = {}
         self._methods: dict[str, dict[str, Settled]] = {}
         self._fence: dict[str, tuple[int, int]] = {}
         self._kept: dict[str, OrderedDict[str, Answered]] = {}
-        self._call, self._since = "", time.time()
+        self._call, self._since = "", clock()
         self._compute_thread: int | None = None
 
     def add_worker(self, group: str, worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, Any]) -> Failure | None:
@@ -54,7 +54,7 @@ class ProcessHost:
                 worker = worker_class(context, **kwargs)
                 methods = settled_methods(worker_class, kwargs)
         except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
-            return _failure(error)
+            return _failure(error, self._clock())
         worker.peers = Peers(self._workers)
         self._workers[group] = worker
         self._methods[group] = methods
@@ -67,13 +67,13 @@ class ProcessHost:
         kept = self._kept.get(call.group, OrderedDict())
         if call.id in kept:
             return kept[call.id]
-        self._call, self._since, self._compute_thread = f"{call.group}.{call.method}", time.time(), threading.get_ident()
+        self._call, self._since, self._compute_thread = f"{call.group}.{call.method}", self._clock(), threading.get_ident()
         try:
             answer = self._run(call, blocks)
         except Exception as error:  # noqa: BLE001 - the process boundary, as above
-            answer = Reply(failure=_failure(error), started=self._since, ended=time.time()), (None, None)
+            answer = Reply(failure=_failure(error, self._clock()), started=self._since, ended=self._clock()), (None, None)
         finally:
-            self._call, self._since = "", time.time()
+            self._call, self._since = "", self._clock()
         registered = self._methods.get(call.group, {}).get(call.method)
         if registered is not None and registered.mutates:
             kept[call.id] = answer
@@ -82,7 +82,7 @@ class ProcessHost:
         return answer
 
     def _run(self, call: Call, blocks: Sequence[Any]) -> Answered:
-        started = time.time()
+        started = self._clock()
         worker, method = self._workers[call.group], self._methods[call.group][call.method]
         self._check_fence(call, worker)
         worker.metrics = Metrics()
@@ -100,7 +100,7 @@ class ProcessHost:
             metrics=worker.metrics,
             spans=self._spans(worker, call, started),
             started=started,
-            ended=time.time(),
+            ended=self._clock(),
         )
         return reply, written
 
@@ -111,7 +111,7 @@ class ProcessHost:
         self._fence[call.group] = got
 
     def _spans(self, worker: Worker, call: Call, started: float) -> tuple[Span, ...]:
-        whole = Span(name=call.method, start=started, end=time.time(), process=self.name, track=call.group, args={"call": call.id})
+        whole = Span(name=call.method, start=started, end=self._clock(), process=self.name, track=call.group, args={"call": call.id})
         return (whole, *worker.spans.drain())
 
     def control(self, request: str, *, group: str = "", stack: bool = False) -> Any:
@@ -188,11 +188,11 @@ def _check_rows(who: str, sent: Batch, result: Batch) -> None:
             )
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception, at: float) -> Failure:
     return Failure(
         type=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
-        at=time.time(),
+        at=at,
         error=error if isinstance(error, RolemeshError) else None,
     )

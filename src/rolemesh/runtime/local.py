@@ -7,16 +7,19 @@ cannot form a communicator, and a stuck call stops everything.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rolemesh.errors import ResourceError, WorkerDied, WorkerError
+from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import local_inventory
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.host import ProcessHost
+from rolemesh.runtime.kv_server import KvServer
 
 T = TypeVar("T")
 ADDRESS = "127.0.0.1"
@@ -31,6 +34,40 @@ class Held:
         self.value = value
 
 
+class LocalStoreLink:
+    """The KV store in this process. What passes is copied, as if it travelled."""
+
+    def __init__(self, run: str) -> None:
+        self.run, self._life = run, 1
+        self._server: KvServer | None = KvServer(self._life)
+
+    async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
+        if self._server is None:
+            raise StoreGone(f"the store of {self.run} was stopped")
+        return copy.deepcopy(await self._server.answer(copy.deepcopy(request)))
+
+    def drive(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+        """A worker shares the controller's thread: its work is done at once, or never."""
+        try:
+            work.send(None)
+        except StopIteration as done:
+            answer: T = done.value
+            return answer
+        work.close()
+        reason = "workers share the controller's thread here, so nobody could answer while one waits"
+        raise DeadlineExceeded(waiter="a worker", subject=f"the store of {self.run}", seconds=0.0, last_report=reason)
+
+    async def restart(self, deadline: float) -> None:
+        await self.stop()
+        self._life += 1
+        self._server = KvServer(self._life)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+
 class LocalBackend:
     """Backend of one process. See `protocols/backend.py` for the methods."""
 
@@ -40,6 +77,7 @@ class LocalBackend:
     def __init__(self) -> None:
         self._hosts: dict[str, ProcessHost] = {}
         self._pools: dict[str, tuple[Bundle, ...]] = {}
+        self._stores: list[LocalStoreLink] = []
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
@@ -112,7 +150,14 @@ class LocalBackend:
     async def release_pool(self, name: str) -> None:
         self._pools.pop(name, None)
 
+    async def start_store(self, run: str, deadline: float) -> LocalStoreLink:
+        self._stores.append(LocalStoreLink(run))
+        return self._stores[-1]
+
     async def close(self) -> None:
+        for store in self._stores:
+            await store.stop()
+        self._stores.clear()
         self._hosts.clear()
         self._pools.clear()
 

@@ -14,12 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-import psutil
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
@@ -38,7 +36,8 @@ from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, 
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
-from rolemesh.runtime.ray.host import RayHost
+from rolemesh.runtime.ray.host import RayHost, end_process, find_process
+from rolemesh.runtime.ray.store import NAMESPACE, RayStoreLink
 
 T = TypeVar("T")
 NODE_LABEL = "ray.io/node-id"
@@ -72,6 +71,7 @@ class RayBackend:
         self._object_store_bytes, self._pythonpath = object_store_bytes, tuple(pythonpath)
         self._groups: dict[str, dict[int, PlacementGroup]] = {}
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
+        self._stores: list[RayStoreLink] = []
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._started = False
 
@@ -83,7 +83,7 @@ class RayBackend:
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the job here, not background work
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "rolemesh"}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
         if self._pythonpath:
             options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(self._pythonpath)}}
         if self._address is None:
@@ -111,7 +111,15 @@ class RayBackend:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    async def start_store(self, run: str, deadline: float) -> RayStoreLink:
+        link = RayStoreLink(run)
+        self._stores.append(link)
+        await link.restart(deadline)
+        return link
+
     async def close(self) -> None:
+        while self._stores:
+            await self._stores.pop().stop()
         for name in list(self._groups):
             await self.release_pool(name)
 
@@ -229,10 +237,9 @@ class RayBackend:
         ray.kill(process.handle, no_restart=True)
         if process.address == ray.util.get_node_ip_address():
             ends = self.time() + KILL_SECONDS
-            while (found := _alive(process)) is not None and self.time() < ends:
+            while find_process(process.pid, process.created) is not None and self.time() < ends:
                 await self.sleep(0.02)
-            if found is not None:
-                _end(found)
+            end_process(process.pid, process.created)
 
     # -- values ---------------------------------------------------------------------------------------------------------------
 
@@ -378,19 +385,3 @@ def _tail(log_path: str) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 8192))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-
-
-def _alive(process: Process) -> psutil.Process | None:
-    """The process of the operating system, unless it has ended. The pid may be another process's by now."""
-    try:
-        found = psutil.Process(process.pid)
-        same = abs(found.create_time() - process.created) < 1  # seconds: both follow the wall clock, which may be set in between
-        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _end(process: psutil.Process) -> None:
-    """SIGKILL, for a process that Ray's own request does not reach, such as a stopped one."""
-    with suppress(psutil.NoSuchProcess):
-        process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -52,3 +53,21 @@ def _redirect_output(log_path: str) -> None:
     os.close(descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def find_process(pid: int, created: float) -> psutil.Process | None:
+    """A process of this machine, unless it has ended. The pid may be another process's by now."""
+    try:
+        found = psutil.Process(pid)
+        same = abs(found.create_time() - created) < 1  # seconds: both follow the wall clock, which may be set in between
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def end_process(pid: int, created: float) -> None:
+    """SIGKILL, for a process that Ray's own request does not reach, such as a stopped one."""
+    found = find_process(pid, created)
+    if found is not None:
+        with suppress(psutil.NoSuchProcess):
+            found.kill()

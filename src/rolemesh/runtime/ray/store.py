@@ -1,0 +1,151 @@
+"""The KV store as one asynchronous Ray actor per run, and the way to it from any process of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rolemesh.errors import DeadlineExceeded, RolemeshError
+from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
+from rolemesh.runtime.kv_server import KvServer
+from rolemesh.runtime.ray.host import end_process
+
+T = TypeVar("T")
+NAMESPACE = "rolemesh"
+"""Ray's namespace of all our actors; their names carry the run."""
+MOST_REQUESTS = 10_000
+"""Requests that the actor holds at a time. Waiting reads are most of them."""
+LOOKUP_SECONDS = 10.0
+STOP_SECONDS = 2.0
+"""How long a store may take to answer that it has stopped, before its process is killed."""
+PAUSE_SECONDS = 0.05
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0, max_concurrency=MOST_REQUESTS)
+class RayStore:
+    """Ray never restarts it: that is for the one who started it, in a new life."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._server = KvServer(incarnation)
+
+    async def who(self) -> tuple[int, float]:
+        """(pid, when this process started)."""
+        return os.getpid(), psutil.Process().create_time()
+
+    async def stop(self) -> None:
+        """Before it is ended: whoever waits is told."""
+        self._server.stop()
+
+    async def answer(self, request: StoreRequest) -> StoreAnswer:
+        return await self._server.answer(request)
+
+
+class RayStoreLink:
+    """Found by the run's name, so that it finds the next life of the store too."""
+
+    def __init__(self, run: str) -> None:
+        self.run, self._life = run, 0
+        self._actor: Any = None
+        self._owned: Any = None
+        """Where it was started: Ray ends an actor when the first handle to it is gone."""
+        self._process: tuple[int, float] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayStoreLink, (self.run,)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.run}/kv"
+
+    async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
+        actor = self._actor = self._actor or await self._find()
+        try:
+            async with asyncio.timeout(deadline):
+                answer: StoreAnswer = await actor.answer.remote(request)
+        except RayActorError as error:
+            if self._actor is actor:  # it may be that of the next life by now
+                self._actor = None
+            raise StoreGone(str(error).splitlines()[0]) from error
+        except TimeoutError as error:
+            raise StoreGone(f"no answer in {deadline:g} s") from error
+        return answer
+
+    async def _find(self) -> Any:
+        try:
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                return await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
+        except (ValueError, RayError) as error:
+            raise StoreGone(f"there is no actor {self._name}") from error
+        except TimeoutError as error:
+            raise StoreGone(f"Ray's list of actors did not come in {LOOKUP_SECONDS:g} s") from error
+
+    def drive(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+        """On a thread of its own, which keeps leases and facts while the worker computes."""
+        task = asyncio.run_coroutine_threadsafe(work, _loop())
+        try:
+            return task.result(deadline)
+        except TimeoutError as error:
+            task.cancel()
+            subject = f"the thread that asks the store of {self.run}"
+            raise DeadlineExceeded(waiter="a worker", subject=subject, seconds=deadline) from error
+
+    async def restart(self, deadline: float) -> None:
+        await self.stop()
+        self._life += 1
+        ends = time.monotonic() + deadline
+        try:
+            self._owned = self._actor = await self._create(ends)
+            async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
+                self._process = await self._owned.who.remote()
+        except RayError as error:
+            raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(waiter="the controller", subject=f"the store of {self.run} to start", seconds=deadline) from error
+
+    async def _create(self, ends: float) -> Any:
+        """On this node, as soon as the life before has left its name."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        store = RayStore.options(name=self._name, namespace=NAMESPACE, scheduling_strategy=here)  # type: ignore[attr-defined]
+        while True:
+            try:
+                return store.remote(self._life)
+            except ValueError as error:
+                if time.monotonic() >= ends:
+                    raise TimeoutError(str(error)) from error
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def stop(self) -> None:
+        """It lives on the node where it was started, so its process can be ended even if it does not answer."""
+        owned, process = self._owned, self._process
+        self._owned = self._actor = self._process = None
+        if owned is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await owned.stop.remote()
+        except (RayError, TimeoutError):
+            if process is not None:
+                end_process(*process)
+        ray.kill(owned, no_restart=True)
+
+
+_STARTING = threading.Lock()
+_LOOPS: list[asyncio.AbstractEventLoop] = []
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's store clients, in a thread of its own."""
+    with _STARTING:
+        if not _LOOPS:
+            _LOOPS.append(asyncio.new_event_loop())
+            threading.Thread(target=_LOOPS[0].run_forever, daemon=True, name="rolemesh-store").start()
+    return _LOOPS[0]

@@ -1,0 +1,257 @@
+"""The simulated backend: the real controller and real worker classes in one process, on virtual time, with faults by seed.
+
+Calls run one after the other in each process and take as long as `durations` says; the worker's method itself runs in an instant at the
+end of that time. Waits, deadlines, deaths and late answers are those that a controller meets on Ray, and hours of them pass in
+milliseconds. Only for programs and tests that make it: no option of a config leads here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied
+from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, Report
+from rolemesh.runtime.faults import Faults
+from rolemesh.runtime.host import Answered, ProcessHost
+from rolemesh.runtime.local import Held, LocalBackend
+from rolemesh.runtime.virtual_time import VirtualTimeLoop
+
+T = TypeVar("T")
+Duration = float | Callable[[Call, random.Random], float]
+"""Seconds of a call, or a function of the call and a random generator that is seeded for this call."""
+YEAR = 365 * 24 * 3600.0
+MACHINE = NodeInfo(name="sim-0", cpus=8, memory_bytes=64 * 2**30)
+
+
+class _Process:
+    """What the backend knows of a process: its workers, the calls in its queue, and the one under way."""
+
+    def __init__(self, host: ProcessHost) -> None:
+        self.host = host
+        self.alive = True
+        self.ranks: dict[str, int] = {}
+        self.queue: deque[_Work] = deque()
+        self.running: asyncio.Task[None] | None = None
+        self.call, self.since = "", 0.0
+
+
+class _Work:
+    """A call in a queue, with what it will answer."""
+
+    def __init__(self, call: Call, blocks: Sequence[Any]) -> None:
+        self.call, self.blocks = call, blocks
+        self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.written = Held(None), Held(None)
+
+
+class SimulatedBackend(LocalBackend):
+    """See the module docstring. `nodes` are the machines, `durations` seconds by `group.method` or `method` (others take none),
+    `start_seconds` the start of a process, `limit` the virtual seconds after which `run` gives up."""
+
+    name = "simulated"
+    lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt"})
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeInfo] = (MACHINE,),
+        *,
+        durations: Mapping[str, Duration] | None = None,
+        faults: Faults | None = None,
+        start_seconds: float = 0.0,
+        limit: float = YEAR,
+    ) -> None:
+        super().__init__()
+        self._nodes, self._durations, self._faults = tuple(nodes), dict(durations or {}), faults or Faults()
+        self._start_seconds, self._limit = start_seconds, limit
+        self._running: dict[str, _Process] = {}
+        self._reserved: dict[str, dict[str, tuple[float, int]]] = {}
+        """CPUs and GPUs by pool and node."""
+        self._released: set[asyncio.Future[None]] = set()
+        self._calls: Counter[tuple[str, str, int]] = Counter()
+        self._pids = 0
+        self._now = 0.0
+
+    # -- time -----------------------------------------------------------------------------------------------------------------
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start=self._now, limit=self._limit)) as runner:
+            try:
+                return runner.run(main)
+            finally:
+                self._now = runner.get_loop().time()
+
+    def time(self) -> float:
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:  # outside of `run` time stands still
+            return self._now
+
+    # -- resources ------------------------------------------------------------------------------------------------------------
+
+    async def inventory(self) -> Inventory:
+        nodes = []
+        for node in self._nodes:
+            cpus, gpus = self._free(node)
+            nodes.append(replace(node, free_cpus=cpus, free_gpus=gpus))
+        return Inventory(nodes=tuple(nodes), origin="simulation")
+
+    def _free(self, node: NodeInfo) -> tuple[float, int]:
+        taken = [shares.get(node.name, (0.0, 0)) for shares in self._reserved.values()]
+        return node.cpus - sum(cpus for cpus, _ in taken), node.gpus - sum(gpus for _, gpus in taken)
+
+    async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
+        """Waits until others give back what it needs, as on a cluster."""
+        wanted = _wanted(bundles, nodes)
+        ends = self.time() + deadline
+        while problems := self._shortage(name, wanted):
+            if self.time() >= ends:
+                raise ResourceError(problems=problems)
+            released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._released.add(released)
+            await asyncio.wait({released}, timeout=ends - self.time())
+            self._released.discard(released)
+        self._reserved[name], self._pools[name] = wanted, tuple(bundles)
+
+    def _shortage(self, name: str, wanted: Mapping[str, tuple[float, int]]) -> list[Problem]:
+        machines = {node.name: node for node in self._nodes}
+        problems = []
+        for node, (cpus, gpus) in wanted.items():
+            free_cpus, free_gpus = self._free(machines[node]) if node in machines else (0.0, 0)
+            if cpus > free_cpus or gpus > free_gpus:
+                need, free = f"CPU {cpus:g}, GPU {gpus}", f"free CPU {free_cpus:g}, GPU {free_gpus}"
+                problems.append(Problem(subject=f"pool {name} on node {node}", need=need, free=free, remedy="Lower pools.*.nodes"))
+        return problems
+
+    async def release_pool(self, name: str) -> None:
+        await super().release_pool(name)
+        self._reserved.pop(name, None)
+        while self._released:
+            self._released.pop().set_result(None)
+
+    # -- processes ------------------------------------------------------------------------------------------------------------
+
+    async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
+        await asyncio.sleep(min(self._start_seconds, deadline))
+        if self._start_seconds > deadline:
+            raise DeadlineExceeded(waiter="the controller", subject=f"process {spec.name} to start", seconds=deadline)
+        node = self._nodes[self._pools[spec.pool][spec.bundle].node].name
+        self._pids += 1
+        self._hosts[spec.name] = host = ProcessHost(spec.name, node, clock=self.time)
+        self._running[spec.name] = _Process(host)
+        return Process(spec=spec, node=node, address=node, pid=self._pids, created=self.time(), handle=host)
+
+    async def add_worker(
+        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
+    ) -> None:
+        await super().add_worker(process, group, worker_class, context, kwargs, deadline)
+        self._running[process.spec.name].ranks[group] = context.rank
+
+    async def kill(self, process: Process) -> None:
+        if self._hosts.get(process.spec.name) is process.handle:
+            self._end(process, "was ended")
+        await super().kill(process)
+
+    def _end(self, process: Process, how: str) -> None:
+        """From now on it answers nothing; who waits for it is told."""
+        ended = self._running.pop(process.spec.name)
+        ended.alive = False
+        self._hosts.pop(process.spec.name)
+        if ended.running is not None:
+            ended.running.cancel()
+        for work in ended.queue:
+            if not work.reply.done():
+                work.reply.set_exception(_died(process, how))
+
+    async def close(self) -> None:
+        for process in self._running.values():
+            if process.running is not None:
+                process.running.cancel()
+        self._running.clear()
+        self._reserved.clear()
+        await super().close()
+
+    # -- calls ----------------------------------------------------------------------------------------------------------------
+
+    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
+        work = _Work(call, blocks)
+        if self._hosts.get(process.spec.name) is not process.handle:
+            work.reply.set_exception(_died(process, "is gone"))
+        else:
+            running = self._running[process.spec.name]
+            running.queue.append(work)
+            if running.running is None:
+                running.running = asyncio.ensure_future(self._compute(process, running))
+        return Pending(process=process, call=call, reply=work.reply, blocks=work.written)
+
+    async def _compute(self, process: Process, running: _Process) -> None:
+        """The compute thread: one call at a time, in the order in which they came."""
+        while running.alive and running.queue:
+            await self._work(process, running, running.queue[0])
+            running.queue.popleft()
+        running.running = None
+
+    async def _work(self, process: Process, running: _Process, work: _Work) -> None:
+        call, rank = work.call, running.ranks.get(work.call.group, 0)
+        self._calls[call.group, call.method, rank] += 1
+        nth = self._calls[call.group, call.method, rank]
+        fault = self._faults.strike(call, rank, nth)
+        began, seconds = self.time(), self._seconds(call, rank, nth)
+        if fault == "slow":
+            seconds = seconds * self._faults.slow_factor + self._faults.slow_seconds
+        running.call, running.since = f"{call.group}.{call.method}", began
+        if fault == "hang":
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(seconds / 2 if fault == "death" else seconds)
+        if fault == "death":
+            running.running = None
+            self._end(process, f"died in {call.group}.{call.method}")
+            return
+        reply, (numbers, others) = _since(began, running.host.execute(call, [block.value for block in work.blocks]))
+        work.written[0].value, work.written[1].value = numbers, others
+        running.call, running.since = "", self.time()
+        if fault != "lost_reply" and not work.reply.done():
+            work.reply.set_result(reply)
+
+    def _seconds(self, call: Call, rank: int, nth: int) -> float:
+        duration = self._durations.get(f"{call.group}.{call.method}", self._durations.get(call.method, 0.0))
+        if isinstance(duration, float | int):
+            return duration
+        return duration(call, random.Random(f"{self._faults.seed} duration {call.group} {call.method} {rank} {nth}"))
+
+    async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
+        answer = await super().control(process, request, deadline, **kwargs)
+        running = self._running[process.spec.name]
+        if not isinstance(answer, Report):
+            return answer
+        stack = f"simulated call, for {self.time() - running.since:g} virtual seconds" if running.call and kwargs.get("stack") else ""
+        state: Literal["idle", "computing"] = "computing" if running.call else "idle"
+        return replace(answer, pid=process.pid, state=state, call=running.call, since=running.since, stack=stack)
+
+
+def _wanted(bundles: Sequence[Bundle], nodes: Sequence[NodeInfo]) -> dict[str, tuple[float, float]]:
+    """CPUs and GPUs that the bundles need, by node."""
+    wanted = {}
+    for index in sorted({bundle.node for bundle in bundles}):
+        mine = [bundle for bundle in bundles if bundle.node == index]
+        wanted[nodes[index].name] = sum(bundle.cpus for bundle in mine), sum(bundle.gpus for bundle in mine)
+    return wanted
+
+
+def _since(began: float, answered: Answered) -> Answered:
+    """The method took no time by itself: its call began when the process took it up."""
+    reply, written = answered
+    spans = tuple(replace(span, start=began) if index == 0 else span for index, span in enumerate(reply.spans))
+    return replace(reply, started=began, spans=spans), written
+
+
+def _died(process: Process, how: str) -> WorkerDied:
+    return WorkerDied(
+        group="", rank=-1, node=process.node, pid=process.pid, method="", original_type="Killed",
+        original_message=f"process {process.spec.name} {how}", log_path=process.spec.log_path,
+    )  # fmt: skip
