@@ -70,7 +70,7 @@ class SimulatedBackend(LocalBackend):
         self._nodes, self._durations, self._faults = tuple(nodes), dict(durations or {}), faults or Faults()
         self._start_seconds, self._limit = start_seconds, limit
         self._running: dict[str, _Process] = {}
-        self._reserved: dict[str, dict[str, tuple[float, int]]] = {}
+        self._reserved: dict[str, dict[str, tuple[float, float]]] = {}
         """CPUs and GPUs by pool and node."""
         self._released: set[asyncio.Future[None]] = set()
         self._calls: Counter[tuple[str, str, int]] = Counter()
@@ -101,7 +101,7 @@ class SimulatedBackend(LocalBackend):
             nodes.append(replace(node, free_cpus=cpus, free_gpus=gpus))
         return Inventory(nodes=tuple(nodes), origin="simulation")
 
-    def _free(self, node: NodeInfo) -> tuple[float, int]:
+    def _free(self, node: NodeInfo) -> tuple[float, float]:
         taken = [shares.get(node.name, (0.0, 0)) for shares in self._reserved.values()]
         return node.cpus - sum(cpus for cpus, _ in taken), node.gpus - sum(gpus for _, gpus in taken)
 
@@ -118,7 +118,7 @@ class SimulatedBackend(LocalBackend):
             self._released.discard(released)
         self._reserved[name], self._pools[name] = wanted, tuple(bundles)
 
-    def _shortage(self, name: str, wanted: Mapping[str, tuple[float, int]]) -> list[Problem]:
+    def _shortage(self, name: str, wanted: Mapping[str, tuple[float, float]]) -> list[Problem]:
         machines = {node.name: node for node in self._nodes}
         problems = []
         for node, (cpus, gpus) in wanted.items():
