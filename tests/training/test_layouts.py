@@ -73,7 +73,7 @@ async def first_step(run: TrainingRun) -> dict[str, Any]:
     ("algorithm", "layout"),
     [
         pytest.param("grpo", TWO, id="grpo-two", marks=pytest.mark.slow),
-        pytest.param("grpo", SPLIT, id="grpo-split"),
+        pytest.param("grpo", SPLIT, id="grpo-split", marks=pytest.mark.slow),
         pytest.param("ppo", TWO, id="ppo-two", marks=pytest.mark.slow),
         pytest.param("ppo", ALL_SPLIT, id="ppo-split"),
     ],
@@ -117,7 +117,7 @@ def length_reward(sample: Any, **options: object) -> float:
 
 
 def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
-    config = small(tmp_path, "pools.main.nodes=[1]", "sft=null")
+    config = small(tmp_path, *ONE, "sft=null")
     backend = backend_for(config, local_inventory())
 
     async def main() -> None:

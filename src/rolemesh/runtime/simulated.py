@@ -98,7 +98,7 @@ class SimulatedBackend(LocalBackend):
         nodes = []
         for node in self._nodes:
             cpus, gpus = self._free(node)
-            nodes.append(replace(node, free_cpus=cpus, free_gpus=gpus))
+            nodes.append(replace(node, free_cpus=cpus, free_gpus=int(gpus)))
         return Inventory(nodes=tuple(nodes), origin="simulation")
 
     def _free(self, node: NodeInfo) -> tuple[float, float]:
