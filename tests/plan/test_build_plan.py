@@ -411,3 +411,10 @@ def test_no_plan_overcommits_and_every_role_is_placed_or_a_problem(nodes, a, b, 
         assert all(found.of_role(role) for role in config.roles)
         assert actor == "auto" or len(found.of_role("actor")) == actor
         assert reward == "auto" or len(found.of_role("reward")) == reward
+
+
+def test_the_local_backend_says_that_it_bounds_no_rewards():
+    config = load_config("demo", ["backend=local", "pools.main.nodes=[1]"])
+    (warning,) = [text for text in build_plan(config, parse_nodes("1x0:4c")).warnings if "deadlines" in text]
+    assert "do not hold" in warning
+    assert not [text for text in build_plan(load_config("demo"), parse_nodes("1x0:4c")).warnings if "deadlines" in text]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import ACTOR, CRITIC
+from rolemesh.names import ACTOR, CRITIC, REWARD
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
@@ -252,6 +252,8 @@ def _spare_warnings(config: Config, nodes: tuple[NodeInfo, ...], placement: Plac
 def _warnings(
     config: Config, ledgers: Sequence[Ledger], pools: dict[str, PoolPlan], workers: Mapping[str, list[WorkerPlan]], complete: bool
 ) -> Iterator[str]:
+    if config.backend == "local" and REWARD in config.roles:
+        yield "backend local runs reward functions in the controller's process, where their deadlines and memory limits do not hold"
     for name, pool in pools.items():
         used = _used(workers, name)
         if used < len(pool.slots):
