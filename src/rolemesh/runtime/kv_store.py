@@ -109,7 +109,8 @@ class KvStore:
         """Write a key if its version (see `look`) still is `expected`, or with None if it is absent. False when it is not.
 
         If the store dies between the write and its answer, and others build on what was written before it is asked again, the answer is
-        False all the same.
+        False all the same. After a restart the store waits 2 s for owners to tell what is there: if the owner of the key does not get
+        through in this time, the key is taken to be absent, or as an earlier owner knows it, and what is written then replaces the owner's.
         """
         return await self._put(key, value, lease, expected=expected, conditional=True) is not None
 
