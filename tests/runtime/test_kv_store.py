@@ -506,6 +506,7 @@ def test_a_pause_of_the_store_itself_expires_no_lease() -> None:
     on(LocalBackend(), test)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_store_that_is_stopped_is_noticed_and_can_be_restarted(ray_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolemesh.runtime.kv_store.SLICE_SECONDS", 1.0)
