@@ -3,7 +3,7 @@
 import numpy as np
 
 from rolemesh.batch import Batch, BatchRef, block_meta
-from rolemesh.roles.dispatch import split_minibatches
+from rolemesh.roles.trained import split_minibatches
 from rolemesh.runtime import Request, Topology
 
 

@@ -15,30 +15,28 @@ from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.models import load_model, load_tokenizer, save_model
 from rolemesh.observe import Metrics
-from rolemesh.roles.dispatch import BY_MINIBATCH, passes
-from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, passes
+from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, pack
 
 if TYPE_CHECKING:
     from rolemesh.protocols.algorithm import StepTerms, TokenBatch
-
-STATE_FILE = "actor.pt"
 
 
 def actor_reads(*, config: Config) -> tuple[str, ...]:
     return create_algorithm(config).actor_reads
 
 
-class ActorWorker(Worker):
+class ActorWorker(TrainedWorker):
     """One data-parallel rank of the actor."""
 
-    communicates: ClassVar[bool] = True
+    state_file: ClassVar[str] = "actor.pt"
+    engine: TrainEngine
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
         super().__init__(context)
         self.config = config
         self.algorithm = create_algorithm(config)
-        self.engine: TrainEngine
 
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder or from the seed."""
@@ -52,16 +50,6 @@ class ActorWorker(Worker):
             device=self.context.device,
             entropy_gradient=self.config.algorithm.entropy_coefficient > 0,
         )
-
-    def joined(self) -> None:
-        assert self.communicator is not None
-        self.engine.process_group = self.communicator.group
-        self.engine.check_replicas()
-
-    def leave(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.process_group = None
-        super().leave()
 
     # -- policy ---------------------------------------------------------------------------------------------------------------
 
@@ -124,14 +112,8 @@ class ActorWorker(Worker):
     @register(dispatch="rank_zero")
     def save(self, folder: str) -> None:
         """Write the training state and a Hugging Face folder (`model/`) into an existing folder."""
-        torch.save(self.engine.state(), Path(folder) / STATE_FILE)
+        super().save(folder)
         save_model(Path(folder) / "model", self.engine.model, load_tokenizer(self.config.model))
-
-    @register(dispatch="all", mutates=True)
-    def restore(self, folder: str) -> None:
-        """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
-        self.engine.load_state(torch.load(Path(folder) / STATE_FILE, weights_only=True))
-        self.engine.check_replicas()
 
     @register(dispatch="rank_zero")
     def state_digest(self) -> dict[str, float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,11 +12,9 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model
 from rolemesh.observe import Metrics
-from rolemesh.roles.dispatch import BY_MINIBATCH, passes
-from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, passes
+from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
-
-STATE_FILE: Final = "critic.pt"
 
 
 def estimate_reads(*, config: Config) -> tuple[str, ...]:
@@ -32,16 +29,16 @@ def critic_reads(*, config: Config) -> tuple[str, ...]:
     return create_actor_critic(config).critic_reads
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainedWorker):
     """One data-parallel rank of the critic."""
 
-    communicates: ClassVar[bool] = True
+    state_file: ClassVar[str] = "critic.pt"
+    engine: ValueEngine
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
         super().__init__(context)
         self.config = config
         self.algorithm = create_actor_critic(config)
-        self.engine: ValueEngine
 
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder and the seed."""
@@ -54,16 +51,6 @@ class CriticWorker(Worker):
             compute_dtype=getattr(torch, config.model.dtype),
             device=self.context.device,
         )
-
-    def joined(self) -> None:
-        assert self.communicator is not None
-        self.engine.process_group = self.communicator.group
-        self.engine.check_replicas()
-
-    def leave(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.process_group = None
-        super().leave()
 
     # -- values and advantages ------------------------------------------------------------------------------------------------
 
@@ -97,16 +84,3 @@ class CriticWorker(Worker):
     def load_backbone(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
         """Take over the body of the policy with these published weights; the head stays."""
         self.engine.value_model.load_backbone(unpack(manifest, buffer))
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------------------
-
-    @register(dispatch="rank_zero")
-    def save(self, folder: str) -> None:
-        """Write the training state into an existing folder."""
-        torch.save(self.engine.state(), Path(folder) / STATE_FILE)
-
-    @register(dispatch="all", mutates=True)
-    def restore(self, folder: str) -> None:
-        """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
-        self.engine.load_state(torch.load(Path(folder) / STATE_FILE, weights_only=True))
-        self.engine.check_replicas()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ from rolemesh.models import load_model
 from rolemesh.runtime import Worker, WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
 
-WEIGHTS_FILE: Final = "ref.safetensors"
-
 
 class RefWorker(Worker):
     """One copy of the reference model."""
+
+    state_file: ClassVar[str] = "ref.safetensors"
+    """Where its weights lie in a checkpoint; only after a warm start, else they are those of the model's folder."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
         super().__init__(context)
@@ -53,9 +54,9 @@ class RefWorker(Worker):
     @register(dispatch="rank_zero")
     def save(self, folder: str) -> None:
         """Write the weights into an existing folder."""
-        save_file({name: weight.contiguous() for name, weight in self.scorer.named_weights()}, Path(folder) / WEIGHTS_FILE)
+        save_file({name: weight.contiguous() for name, weight in self.scorer.named_weights()}, Path(folder) / self.state_file)
 
     @register(dispatch="all", mutates=True)
     def restore(self, folder: str) -> None:
         """Take up the weights of a checkpoint. Raises what safetensors raises for a file that does not fit."""
-        self.scorer.load_weights(load_file(Path(folder) / WEIGHTS_FILE).items())
+        self.scorer.load_weights(load_file(Path(folder) / self.state_file).items())

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,14 +20,13 @@ from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.observe import RunDirectory, write_json
 from rolemesh.observe.files import sync_directory
+from rolemesh.roles import worker_class
 from rolemesh.runtime import together
 
 if TYPE_CHECKING:
     from rolemesh.training.run import TrainingRun
 
 STATE: Final = "state.json"
-STATE_FILES: Final = {ACTOR: "actor.pt", CRITIC: "critic.pt", REF: "ref.safetensors"}
-"""Where the built-in worker of a role keeps its state. The reference has a file only after a warm start."""
 FORMAT: Final = 2
 _NAME: Final = re.compile(r"step-\d+")
 
@@ -39,7 +39,7 @@ async def save(run: TrainingRun) -> Path:
     fresh = final.parent / f".{final.name}.partial"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    await together(run.session.groups[role].save(str(fresh.resolve())) for role in roles_with_state(run))
+    await together(run.session.groups[role].save(str(fresh.resolve())) for role in _roles_of(run))
     progress, prompts = run.progress.to_json(), run.prompts.state()
     state = {"format": FORMAT, "rolemesh": __version__, "progress": progress, "prompts": prompts, "files": _sizes(fresh)}
     write_json(fresh / STATE, state)
@@ -55,9 +55,10 @@ async def save(run: TrainingRun) -> Path:
 def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Config) -> None:
     """Raise ConfigError when the checkpoint cannot give every role of the resumed run its state: roles or an algorithm were added, or
     the reference, which is read from the model's own folder, would be another."""
-    warm, problems = state["progress"].get("warm_started"), []
-    for role, file in STATE_FILES.items():
-        if role in after.roles and after.roles[role].worker is None and (role != REF or warm) and not (folder / file).is_file():
+    warm, problems = bool(state["progress"].get("warm_started")), []
+    for role in _roles_with_state(after.roles, warm_started=warm):
+        file = getattr(worker_class(role, after), "state_file", None)  # a worker of another make keeps its state as it likes
+        if file is not None and not (folder / file).is_file():
             remedy = f"Train on in a new run, with model.path={folder / 'model'} and sft=null"
             need = f"the checkpoint must hold {file}"
             problems.append(Problem(subject=f"roles.{role}", need=need, free=f"none in {folder}", remedy=remedy))
@@ -70,14 +71,16 @@ def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Conf
 
 async def restore(run: TrainingRun, folder: Path) -> None:
     """Give the roles the state back that `save` wrote; the run's own progress must be restored already."""
-    await together(run.session.groups[role].restore(str(folder.resolve())) for role in roles_with_state(run))
+    await together(run.session.groups[role].restore(str(folder.resolve())) for role in _roles_of(run))
 
 
-def roles_with_state(run: TrainingRun) -> list[str]:
-    """The roles of the session that `state.json` alone does not bring back. A reference is what its model folder says, unless it came
-    out of a warm start."""
-    roles = [ACTOR, CRITIC, *([REF] if run.progress.warm_started else [])]
-    return [role for role in roles if role in run.session.groups]
+def _roles_of(run: TrainingRun) -> list[str]:
+    return _roles_with_state(run.session.groups, warm_started=run.progress.warm_started)
+
+
+def _roles_with_state(roles: Collection[str], *, warm_started: bool) -> list[str]:
+    """Those that `state.json` alone does not bring back. A reference is what its model folder says, unless it came out of a warm start."""
+    return [role for role in (ACTOR, CRITIC, *((REF,) if warm_started else ())) if role in roles]
 
 
 def complete(directory: RunDirectory) -> list[Path]:

@@ -1,13 +1,17 @@
-"""How mini-batches reach the ranks of a trained role: `BY_MINIBATCH`, shared by actor and critic."""
+"""What actor and critic share: how mini-batches reach their ranks, their communicator, and the state of their training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from rolemesh.batch import Batch, BatchRef
-from rolemesh.runtime import Dispatch, Request, Share, Topology
+from rolemesh.engines.train.replica import Replica
+from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, register
 from rolemesh.runtime.dispatch import collect_all
 
 
@@ -43,3 +47,33 @@ def passes(batch: Batch, *, epochs: int, count: int) -> Iterator[tuple[int, int,
     for epoch in range(epochs):
         for number in range(count):
             yield epoch, number, batch.take(np.flatnonzero(member == number))
+
+
+class TrainedWorker(Worker):
+    """One data-parallel rank of a model under training. A subclass makes `engine` in `load` and names its `state_file`."""
+
+    communicates: ClassVar[bool] = True
+    state_file: ClassVar[str]
+    """Where its state lies in a checkpoint."""
+    engine: Replica
+
+    def joined(self) -> None:
+        assert self.communicator is not None
+        self.engine.process_group = self.communicator.group
+        self.engine.check_replicas()
+
+    def leave(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.process_group = None
+        super().leave()
+
+    @register(dispatch="rank_zero")
+    def save(self, folder: str) -> None:
+        """Write the training state into an existing folder."""
+        torch.save(self.engine.state(), Path(folder) / self.state_file)
+
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str) -> None:
+        """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
+        self.engine.load_state(torch.load(Path(folder) / self.state_file, weights_only=True))
+        self.engine.check_replicas()
