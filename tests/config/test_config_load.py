@@ -286,5 +286,11 @@ def test_A14_config_carries_no_rank():
     assert not [name for name in option_names() if "rank" in name]
 
 
+def test_null_takes_an_entry_of_a_mapping_away():
+    assert set(load_config("demo-ppo", ["roles.ref=null"]).roles) == {"actor", "rollout", "critic", "reward"}
+    assert set(load_config("demo", ["pools.spare.nodes=[1]", "pools.spare=null"]).pools) == {"main"}
+    assert load_config("demo", ["roles.nobody=null"]) == load_config("demo")
+
+
 def test_runs_go_into_the_working_directory():
     assert Path(load_config("demo").runs_dir) == Path("runs")

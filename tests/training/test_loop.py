@@ -253,6 +253,13 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     assert {path: path.read_text() for path in kept} == kept
 
 
+def test_a_resume_that_has_nothing_left_to_do_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, "trainer.steps=1")
+    before = run.config.read_text()
+    train(tmp_path, "trainer.steps=1", "trainer.learning_rate=0.5", resume=run)
+    assert run.config.read_text() == before
+
+
 def test_changed_options_of_a_resume_are_logged(tmp_path: Path) -> None:
     run, _ = train(tmp_path, "trainer.steps=1")
     train(tmp_path, "trainer.steps=2", "trainer.learning_rate=0.5", resume=run)

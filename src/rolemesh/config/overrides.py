@@ -1,8 +1,9 @@
 """`key=value` overrides and recipes, laid over a tree of plain data; called by `load.py`.
 
 One rule serves both: what is given for a section is merged into it, what is given for a mapping of names (`roles`, `pools`), a list
-(`reward`) or a plain value replaces it. A dotted key reaches inside (`roles.critic.pool=main` adds a role, `reward.0.threshold=1`
-changes the first reward, `pools.main.nodes.0=4` the first node). Wrong keys and types are kept in the tree for the validation to report.
+(`reward`) or a plain value replaces it. A dotted key reaches inside (`roles.critic.pool=main` adds a role, `roles.critic=null` takes it
+away, `reward.0.threshold=1` changes the first reward, `pools.main.nodes.0=4` the first node). Wrong keys and types are kept in the tree
+for the validation to report.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ def _set(tree: Any, model: type[Section], path: list[str], value: Any, key: str)
     if found.kind == "list":
         return _set_list(holder, entry, rest, value, key, found.model)
     if not isinstance(holder, dict):
+        return None
+    if not rest and value is None:
+        holder.pop(entry, None)
         return None
     if not rest:
         holder[entry] = _merged_branch(Branch(kind="section", model=found.model), holder.get(entry) or {}, value)

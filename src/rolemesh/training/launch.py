@@ -264,9 +264,10 @@ def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
 
 
 async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint, dropped: int) -> None:
-    """Give the roles their state back; only then does the run directory take the config of this start."""
+    """Give the roles their state back; only then does the run directory take the config of this start, if a step will be done by it."""
     await checkpoints.restore(run, checkpoint.folder)
-    _write_plan(prepared, run.directory)
+    if run.progress.step < run.config.trainer.steps:
+        _write_plan(prepared, run.directory)
     run.recorder.step = run.progress.step
     skipped = f"; skipped incomplete {', '.join(checkpoint.skipped)}" if checkpoint.skipped else ""
     text = (
