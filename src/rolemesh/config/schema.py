@@ -310,6 +310,21 @@ class DeadlinesConfig(Section):
     """An answer of a worker's control thread."""
 
 
+class ClusterConfig(Section):
+    """The Ray cluster that a run works on, and what becomes of its processes without a driver."""
+
+    address: str | None = None
+    """Cluster to join: `auto` for the one on this machine, or HOST:PORT. By default the run starts one of its own, which ends with it."""
+    wait: NotNegativeFloat = 0
+    """Seconds to wait for nodes and resources that the plan needs and that are not there or not free yet; 0 gives up at once."""
+    detached: bool = False
+    """Worker processes and pools outlive the driver; `--resume` goes on with them."""
+    time_to_live: PositiveFloat = 900
+    """Seconds after which the processes of a detached run end when no driver has come back for them."""
+    interface: str | None = None
+    """Network interface (`eth0`) whose address ranks use among each other on every node; that of Ray when not set."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -332,4 +347,5 @@ class Config(Section):
     pools: dict[str, PoolConfig] = {"main": PoolConfig()}
     trainer: TrainerConfig = TrainerConfig()
     sft: SftConfig | None = None
+    cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()

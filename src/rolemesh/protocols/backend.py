@@ -44,6 +44,8 @@ class Bundle:
     cpus: float
     gpus: float
     """Whole GPUs, or the share 1/k of one."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Other resources by the cluster's name for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +195,8 @@ class Backend(Protocol):
         """Give the pool's bundles back. Processes in it must be dead."""
         ...
 
-    async def start_store(self, run: str, deadline: float) -> StoreLink:
-        """Start the KV store of a run and return the way to it. `close` ends it."""
+    async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> StoreLink:
+        """Start the KV store of a run, on that node or else beside the controller, and return the way to it. `close` ends it."""
         ...
 
     async def close(self) -> None:

@@ -150,7 +150,7 @@ class LocalBackend:
     async def release_pool(self, name: str) -> None:
         self._pools.pop(name, None)
 
-    async def start_store(self, run: str, deadline: float) -> LocalStoreLink:
+    async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> LocalStoreLink:
         self._stores.append(LocalStoreLink(run))
         return self._stores[-1]
 

@@ -181,7 +181,7 @@ def _bundles(plan: Plan, pool: str, roles: Sequence[str]) -> list[tuple[Bundle, 
     workers.sort(key=lambda worker: (worker.slot is None, worker.slot or 0))
     places: dict[tuple[str, int], Bundle] = {}
     for worker in workers:
-        places.setdefault(_place(worker), Bundle(node=worker.node, cpus=worker.cpus, gpus=worker.gpus))
+        places.setdefault(_place(worker), Bundle(node=worker.node, cpus=worker.cpus, gpus=worker.gpus, resources=worker.resources))
     return [(bundle, place) for place, bundle in places.items()]
 
 

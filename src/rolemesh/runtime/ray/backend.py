@@ -7,15 +7,9 @@ restarts actors nor retries tasks for us. A pool or a call that does not come to
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import ray
@@ -36,13 +30,15 @@ from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, 
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process
-from rolemesh.runtime.ray.store import NAMESPACE, RayStoreLink
+from rolemesh.runtime.ray.nodes import find_nodes
+from rolemesh.runtime.ray.store import RayStoreLink
+from rolemesh.runtime.ray.waiting import first_lines, plain, within
 
 T = TypeVar("T")
 NODE_LABEL = "ray.io/node-id"
 LOG_TAIL_LINES = 20
-NODES_SECONDS = 30.0
 KILL_SECONDS = 1.0
 """How long Ray gets to end a process itself; one ended behind its back it reports as a crash, on everybody's screen."""
 GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
@@ -67,39 +63,18 @@ class RayBackend:
         object_store_bytes: int | None = None,
         pythonpath: Sequence[str] = (),
     ) -> None:
-        self._address, self._num_cpus, self._num_gpus = address, num_cpus, num_gpus
-        self._object_store_bytes, self._pythonpath = object_store_bytes, tuple(pythonpath)
+        self._cluster = RayCluster(
+            address, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes, pythonpath=pythonpath
+        )
         self._groups: dict[str, dict[int, PlacementGroup]] = {}
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
         self._stores: list[RayStoreLink] = []
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._started = False
 
     # -- life -----------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Join the cluster, or start one. Called by the first `run`."""
-        if self._started:
-            return
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the job here, not background work
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
-        if self._pythonpath:
-            options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(self._pythonpath)}}
-        if self._address is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="rolemesh-", dir="/tmp", ignore_cleanup_errors=True)
-            options |= {
-                "address": "local",
-                "include_dashboard": False,
-                "num_cpus": self._num_cpus,
-                "num_gpus": self._num_gpus,
-                "object_store_memory": self._object_store_bytes,
-                "_temp_dir": self._temporary.name,
-            }
-        else:
-            options["address"] = self._address
-        self._started = True  # even if the start is interrupted: then there is something to end
-        _start_ray(options)
+        self._cluster.start()
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         self.start()
@@ -111,7 +86,7 @@ class RayBackend:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def start_store(self, run: str, deadline: float) -> RayStoreLink:
+    async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
         link = RayStoreLink(run)
         self._stores.append(link)
         await link.restart(deadline)
@@ -125,21 +100,16 @@ class RayBackend:
 
     def stop(self) -> None:
         """End the cluster if it is this run's own, else leave it."""
-        if self._started:
-            ray.shutdown()
-            self._started = False
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary = None
+        self._cluster.stop()
 
     # -- resources ------------------------------------------------------------------------------------------------------------
 
     async def inventory(self) -> Inventory:
-        by_name = {info.name: info for info in (await _nodes()).values()}
+        by_name = {info.name: info for info in (await find_nodes()).values()}
         return Inventory(nodes=tuple(by_name[name] for name in order_nodes(list(by_name))), origin="ray cluster")
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        ids = {info.name: node_id for node_id, info in (await _nodes()).items()}
+        ids = {info.name: node_id for node_id, info in (await find_nodes()).items()}
         gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].name not in ids]
         if gone:
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {', '.join(ids)}", "Plan again with the nodes there are")
@@ -226,7 +196,7 @@ class RayBackend:
 
     async def _settle(self, ref: Any, deadline: float, subject: str, spec: ProcessSpec, process: Process | None = None) -> Any:
         try:
-            return await _within(deadline, ref)
+            return await within(deadline, ref)
         except RayError as error:
             known = process or Process(spec=spec, node="", address="", pid=0, handle=None)
             raise _failed(known, error) from error
@@ -248,115 +218,34 @@ class RayBackend:
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         try:
-            return list(await _within(deadline, asyncio.gather(*map(_await, refs))))
+            return list(await within(deadline, asyncio.gather(*map(plain, refs))))
         except RayError as error:
-            raise DataLost(waiter="the controller", cause=_first_lines(_cause(error))) from error
+            raise DataLost(waiter="the controller", cause=first_lines(_cause(error))) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
-def _start_ray(options: dict[str, Any]) -> None:
-    """`ray.init`, whole: cut short by an exception of a signal handler it leaves processes behind, or crashes as the process ends.
-
-    A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once. Ray's own handler of SIGTERM,
-    which ends the process on the spot, does not stay.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        _init(options)
-        return
-    received: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        _init(options)
-    except SystemExit:  # Ray's handler
-        received.append(signal.SIGTERM)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        raise KeyboardInterrupt
-
-
-def _init(options: dict[str, Any]) -> None:
-    try:
-        ray.init(**options)
-    except Exception as error:  # Ray raises plain Exception when its processes do not come up in time
-        where = "on this machine" if options["address"] == "local" else f"at {options['address']}"
-        text = f"Ray did not start {where}: {_first_lines(error)}. A machine that is busy may need another try; Ray's own logs say more"
-        raise RolemeshError(text=text) from error
-
-
-async def _await(ref: Awaitable[T]) -> T:
-    return await ref
-
-
-async def _within(seconds: float, awaited: Awaitable[T]) -> T:
-    """Wait no longer than that. Not `asyncio.wait_for`, which in Python 3.11 forgets a cancellation that arrives together with the
-    result: a run would go on although it was interrupted."""
-    async with asyncio.timeout(seconds):
-        return await awaited
-
-
 async def _placed(group: PlacementGroup, seconds: float) -> bool:
     try:
-        await _within(max(seconds, 0.01), group.ready())
+        await within(max(seconds, 0.01), group.ready())
     except TimeoutError:
         return False
     return True
 
 
-async def _nodes() -> dict[str, NodeInfo]:
-    """The nodes that are alive by Ray's id. Ray asks its head node and blocks meanwhile, so a thread does it."""
-
-    def ask() -> dict[str, NodeInfo]:
-        # What is free on each node has no public call without Ray's dashboard; the public `available_resources` only has the sum.
-        free = ray._private.state.available_resources_per_node()
-        return {node["NodeID"]: _node_info(node, free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]}
-
-    try:
-        return await _within(NODES_SECONDS, asyncio.to_thread(ask))
-    except TimeoutError as error:
-        raise DeadlineExceeded(waiter="the controller", subject="Ray's list of nodes", seconds=NODES_SECONDS) from error
-
-
-def _node_info(node: Mapping[str, Any], free: Mapping[str, float]) -> NodeInfo:
-    total = node["Resources"]
-    accelerator = next((key.split(":", 1)[1] for key in total if key.startswith("accelerator_type:")), "")
-    return NodeInfo(
-        name=_node_name(node),
-        cpus=float(total.get("CPU", 0)),
-        memory_bytes=int(total.get("memory", 0)),
-        gpus=int(total.get("GPU", 0)),
-        gpu_type=accelerator,
-        free_cpus=float(free.get("CPU", 0)),
-        free_gpus=int(free.get("GPU", 0)),
-    )
-
-
-def _node_name(node: Mapping[str, Any]) -> str:
-    """Address and a short id: several nodes of a test cluster share one address."""
-    return f"{node['NodeManagerAddress']}#{node['NodeID'][:8]}"
-
-
 def _resources(bundle: Bundle) -> dict[str, float]:
-    return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
+    return {"CPU": bundle.cpus, **({"GPU": bundle.gpus} if bundle.gpus else {}), **bundle.resources}
 
 
 def _failed(process: Process, error: RayError) -> RolemeshError:
     """What a Ray error means for a call: data that is gone, a process that is gone, or an error around the method (pickling)."""
     cause = _cause(error)
     if isinstance(cause, ObjectLostError):
-        return DataLost(waiter=f"process {process.spec.name}", cause=_first_lines(cause))
+        return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
     if not isinstance(error, GONE):
         return _worker_error(WorkerError, process, type(cause).__name__, str(cause), original_traceback=str(error))
     reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died"
-    message = f"process {process.spec.name} {reason}: {_first_lines(error)}"
+    message = f"process {process.spec.name} {reason}: {first_lines(error)}"
     return _worker_error(WorkerDied, process, type(error).__name__, message, log_tail=_tail(process.spec.log_path))
 
 
@@ -371,11 +260,6 @@ def _cause(error: RayError) -> Exception:
     """Of an error in a worker's process, what was raised there: Ray wraps it in a text of its own."""
     cause: Exception = error.cause if isinstance(error, RayTaskError) else error
     return cause
-
-
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:4])
 
 
 def _tail(log_path: str) -> str:
