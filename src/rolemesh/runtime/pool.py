@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -31,6 +32,7 @@ class Pool:
         self._prefix, self._log_dir = prefix, log_dir
         self._starting: dict[int, asyncio.Task[Process]] = {}
         self._latest: dict[int, Process] = {}
+        self._starts: Counter[int] = Counter()
         self._tenants: dict[int, dict[str, Restore]] = {}
         self._env: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -57,7 +59,8 @@ class Pool:
     async def process(self, bundle: int, deadline: float) -> Process:
         """The process of a bundle, started on first use. A start that failed is forgotten, so that the next use tries again."""
         if bundle not in self._starting:
-            name = f"{self._full_name}-{bundle}"
+            self._starts[bundle] += 1
+            name = f"{self._full_name}-{bundle}.{self._starts[bundle]}"
             log_path = str(self._log_dir / f"{self.name}-{bundle}.log") if self._log_dir else ""
             spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path)
             starting = self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))

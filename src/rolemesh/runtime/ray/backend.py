@@ -30,10 +30,11 @@ from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, 
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.runtime.janitor_process import PROCESS
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process
 from rolemesh.runtime.ray.nodes import find_nodes
-from rolemesh.runtime.ray.store import RayStoreLink
+from rolemesh.runtime.ray.store import NAMESPACE, RayStoreLink
 from rolemesh.runtime.ray.waiting import first_lines, plain, within
 
 T = TypeVar("T")
@@ -48,7 +49,8 @@ GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 class RayBackend:
     """Backend on Ray. `address` is None for a cluster of this run alone, on this machine, that ends with it.
 
-    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests).
+    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests). `run` names what is made; what
+    is not freed ends with this process, or `time_to_live` seconds after it.
     """
 
     name = "ray"
@@ -62,10 +64,13 @@ class RayBackend:
         num_gpus: int | None = None,
         object_store_bytes: int | None = None,
         pythonpath: Sequence[str] = (),
+        run: str | None = None,
+        time_to_live: float = 0,
     ) -> None:
         self._cluster = RayCluster(
-            address, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes, pythonpath=pythonpath
-        )
+            address, run=run, time_to_live=time_to_live, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes,
+            pythonpath=pythonpath,
+        )  # fmt: skip
         self._groups: dict[str, dict[int, PlacementGroup]] = {}
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
         self._stores: list[RayStoreLink] = []
@@ -99,7 +104,7 @@ class RayBackend:
             await self.release_pool(name)
 
     def stop(self) -> None:
-        """End the cluster if it is this run's own, else leave it."""
+        """End what is left on this machine, the cluster too if it is this run's own, else leave that."""
         self._cluster.stop()
 
     # -- resources ------------------------------------------------------------------------------------------------------------
@@ -118,7 +123,7 @@ class RayBackend:
         for node in sorted({bundle.node for bundle in bundles}):
             shares = [_resources(bundle) for bundle in bundles if bundle.node == node]
             selector = [{NODE_LABEL: ids[nodes[node].name]}] * len(shares)
-            groups[node] = placement_group(shares, strategy="PACK", name=f"{name}@{node}", bundle_label_selector=selector)
+            groups[node] = placement_group(shares, strategy="PACK", name=self._named(f"{name}@{node}"), bundle_label_selector=selector)
         ends = self.time() + deadline
         for group in groups.values():
             if not await _placed(group, ends - self.time()):
@@ -153,11 +158,14 @@ class RayBackend:
         bundle = self._bundles[spec.pool][spec.bundle]
         index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
         strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
+        name = self._named(spec.name)
         actor = RayHost.options(  # type: ignore[attr-defined]
+            name=name,
+            namespace=NAMESPACE,
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": dict(spec.env)},
+            runtime_env={"env_vars": {**spec.env, PROCESS: name}},
         ).remote(spec.name, spec.log_path)
         try:
             node, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
@@ -165,6 +173,10 @@ class RayBackend:
             ray.kill(actor, no_restart=True)
             raise
         return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=actor)
+
+    def _named(self, name: str) -> str:
+        """What is made in the cluster carries the run's name: two runs never meet there, and what is left can be told apart."""
+        return name if name.startswith(f"{self._cluster.run}/") else f"{self._cluster.run}/{name}"
 
     async def add_worker(
         self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float

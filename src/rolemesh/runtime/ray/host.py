@@ -12,6 +12,8 @@ import ray
 
 from rolemesh.protocols.backend import Call, Failure, Reply
 from rolemesh.runtime.host import ProcessHost
+from rolemesh.runtime.janitor import JanitorLink
+from rolemesh.runtime.janitor_process import PROCESS, RUN
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
@@ -21,6 +23,7 @@ class RayHost:
     def __init__(self, name: str, log_path: str) -> None:
         if log_path:
             _redirect_output(log_path)
+        self._janitor = JanitorLink(os.environ[RUN], "work", process=os.environ[PROCESS])
         self._address = ray.util.get_node_ip_address()
         self._host = ProcessHost(name, self._address)
 
