@@ -8,7 +8,7 @@ backend, so a simulated backend can make it virtual. Only backend files may bloc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -200,8 +200,8 @@ class Backend(Protocol):
         """Let go of a pool: it and its processes stay as they are, `close` frees them no more."""
         ...
 
-    async def leftovers(self, prefix: str) -> list[str]:
-        """Names of the pools that are reserved under names with this prefix, by whomever. `release_pool` takes them too."""
+    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+        """Give back the pools under names with this prefix that another controller left, but for those to keep, with all processes."""
         ...
 
     async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
@@ -229,7 +229,7 @@ class Backend(Protocol):
         ...
 
     async def release_pool(self, name: str) -> None:
-        """Give the pool's bundles back, also of one that another controller left. Its own processes must be dead."""
+        """Give the pool's bundles back. Processes in it must be dead."""
         ...
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> StoreLink:

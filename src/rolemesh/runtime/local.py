@@ -10,7 +10,7 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
@@ -111,8 +111,8 @@ class LocalBackend:
     def detach_pool(self, name: str) -> None:
         raise NotImplementedError(f"the {self.name} backend lacks detach")
 
-    async def leftovers(self, prefix: str) -> list[str]:
-        return []
+    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+        pass
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
         node = "local"

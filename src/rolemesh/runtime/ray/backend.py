@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Proces
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process
 from rolemesh.runtime.ray.nodes import find_nodes
-from rolemesh.runtime.ray.standing import NAMESPACE, named, processes, reserved
+from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
 from rolemesh.runtime.ray.waiting import first_lines, plain, within
 
@@ -152,10 +152,7 @@ class RayBackend:
         return problems
 
     async def release_pool(self, name: str) -> None:
-        groups = self._groups.pop(name, None)
-        if groups is None and "detach" not in self.lacks:
-            groups = dict(enumerate(found.group for found in (await reserved(name)).get(name, ())))
-        for group in (groups or {}).values():
+        for group in self._groups.pop(name, {}).values():
             remove_placement_group(group)
         self._bundles.pop(name, None)
 
@@ -169,7 +166,7 @@ class RayBackend:
             if standing is not None:
                 groups[node] = standing
         if not groups or len(groups) != len(there) or groups.keys() != {bundle.node for bundle in bundles}:
-            await self.release_pool(name)
+            _remove(there)
             return None
         self._groups[name], self._bundles[name] = groups, tuple(bundles)
         found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
@@ -191,8 +188,10 @@ class RayBackend:
         self._groups.pop(name)
         self._bundles.pop(name)
 
-    async def leftovers(self, prefix: str) -> list[str]:
-        return sorted(await reserved(prefix))
+    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+        for name, groups in (await reserved(prefix)).items():
+            if name not in keep:
+                _remove(groups)
 
     # -- processes ------------------------------------------------------------------------------------------------------------
 
@@ -279,6 +278,12 @@ class RayBackend:
             raise DataLost(waiter="the controller", cause=first_lines(_cause(error))) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
+
+
+def _remove(groups: Iterable[Reserved]) -> None:
+    """Ray ends what runs in them."""
+    for found in groups:
+        remove_placement_group(found.group)
 
 
 async def _placed(group: PlacementGroup, seconds: float) -> bool:
