@@ -100,11 +100,6 @@ class RunDirectory:
         return self.path / "journal"
 
     @property
-    def cluster(self) -> Path:
-        """Where the processes of a detached run are, JSON."""
-        return self.path / "cluster.json"
-
-    @property
     def trace(self) -> Path:
         """Timeline for Perfetto or chrome://tracing."""
         return self.path / "trace.json"

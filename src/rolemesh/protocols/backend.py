@@ -196,8 +196,8 @@ class Backend(Protocol):
         that answers; others are killed. None when there is no such pool; one of this name that is different is given back first."""
         ...
 
-    def detach_pool(self, name: str) -> None:
-        """Let go of a pool: it and its processes stay as they are, `close` frees them no more."""
+    def detach(self, name: str) -> None:
+        """Let go of a pool, or of the store of a run, by name: it stays as it is, with its processes, and `close` frees it no more."""
         ...
 
     async def give_back(self, prefix: str, keep: Collection[str]) -> None:

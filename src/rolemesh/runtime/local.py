@@ -108,7 +108,7 @@ class LocalBackend:
     async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
         return None  # what an earlier controller had ended with its process
 
-    def detach_pool(self, name: str) -> None:
+    def detach(self, name: str) -> None:
         raise NotImplementedError(f"the {self.name} backend lacks detach")
 
     async def give_back(self, prefix: str, keep: Collection[str]) -> None:

@@ -108,7 +108,7 @@ class Pool:
             raise ConfigError.one(f"pool {self._full_name}", "needs a backend whose processes outlive it", self.backend.name, remedy)
         self._starting.clear()
         self._tenants.clear()
-        self.backend.detach_pool(self._full_name)
+        self.backend.detach(self._full_name)
 
     @property
     def _full_name(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
 from rolemesh.errors import ResourceError, StaleWeights
+from rolemesh.observe import Journal
 from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
 from rolemesh.protocols.backend import Report
 from rolemesh.roles import worker_class
@@ -41,11 +42,11 @@ class Session:
         observer: Callable[[CallRecord], None],
         announce: Announce,
         roles: Sequence[str] | None = None,
-        epoch: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
-        self._announce, self._observer, self._run_dir, self._epoch = announce, observer, run_dir, epoch
+        self._announce, self._observer, self._run_dir, self._journal = announce, observer, run_dir, journal
         self._roles = [role for role in config.roles if roles is None or role in roles]
         self._run_id = run_id
         self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
@@ -67,7 +68,7 @@ class Session:
             [self._bundle_of(worker) for worker in workers],
             worker_kwargs={"config": self.config},
             deadlines=Deadlines(load=deadlines.load, join=deadlines.join, call=deadlines.call, control=deadlines.control),
-            epoch=self._epoch,
+            journal=self._journal,
             run_dir=str(self._run_dir or ""),
             observer=self._observer,
         )
@@ -95,7 +96,10 @@ class Session:
         nodes = await self._nodes()
         self.pools = {name: self._pool(name, nodes) for name, places in self._bundles.items() if places}
         self.groups = {role: self._group(role) for role in self._roles}
+        taken = await self._take_over(deadline)
         for name, pool in self.pools.items():
+            if name in taken:
+                continue
             self._announce("schedule", f"pool {name}", "placing")
             await pool.create(deadline)
             self._announce("schedule", f"pool {name}", "placed")
@@ -104,6 +108,18 @@ class Session:
         await together(group.create(deadline) for group in self.groups.values())
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
+
+    async def _take_over(self, deadline: float) -> set[str]:
+        """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
+        given back."""
+        if self._journal is None or "detach" in self.backend.lacks:
+            return set()
+        await self.backend.give_back(f"{self._run_id}/", keep=[f"{self._run_id}/{name}" for name in self.pools])
+        taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
+        for name in taken:
+            living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)
+            self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
+        return taken
 
     async def _nodes(self) -> Sequence[NodeInfo]:
         """The backend's nodes that stand for the plan's, in order. Raises ResourceError when there are fewer, or smaller ones."""
@@ -128,6 +144,13 @@ class Session:
         for pool in self.pools.values():
             await pool.close()
         await self.backend.close()
+
+    def detach(self) -> None:
+        """Leave everything as it is, for the next driver of this run. Raises ConfigError where processes end with this one."""
+        for pool in self.pools.values():
+            pool.detach()
+        self.pools.clear()
+        self.backend.detach(self._run_id)
 
     # -- data ----------------------------------------------------------------------------------------------------------------
 

@@ -184,9 +184,10 @@ class RayBackend:
             return None
         return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=newest)
 
-    def detach_pool(self, name: str) -> None:
-        self._groups.pop(name)
-        self._bundles.pop(name)
+    def detach(self, name: str) -> None:
+        self._groups.pop(name, None)
+        self._bundles.pop(name, None)
+        self._stores = [store for store in self._stores if store.run != name]
 
     async def give_back(self, prefix: str, keep: Collection[str]) -> None:
         for name, groups in (await reserved(prefix)).items():
