@@ -14,7 +14,6 @@ import psutil
 import pytest
 import ray
 from detached_program import RUN, open_backend, open_pool
-from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
 
 import rolemesh
 from rolemesh.errors import ConfigError, StaleCall
@@ -26,39 +25,9 @@ HERE = Path(__file__).parent
 SOURCE = Path(rolemesh.__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a head that outlives controllers."""
-    folder = Path(f"/tmp/rolemesh-head-{os.getpid()}")
-    command = [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--head",
-        "--block",
-        "--port=0",
-        "--include-dashboard=false",
-        f"--temp-dir={folder}",
-        "--num-cpus=4",
-    ]
-    command += ["--object-store-memory=200000000", "--disable-usage-stats"]
-    enable_token_auth_by_default()  # as Ray does by itself for a cluster that ends with its driver
-    ensure_token_if_auth_enabled()
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
-        try:
-            told, ends = folder / "ray_current_cluster", time.monotonic() + 60
-            while not (told.exists() and told.read_text().strip()):
-                assert time.monotonic() < ends
-                assert head.poll() is None
-                time.sleep(0.05)
-            yield told.read_text().strip()
-        finally:
-            os.killpg(head.pid, signal.SIGKILL)
-            subprocess.run(["rm", "-rf", str(folder)], check=True)
-
-
-def killed_program(cluster: str, folder: Path, end: str) -> dict[str, Any]:
+def killed_program(ray_head: str, folder: Path, end: str) -> dict[str, Any]:
     """What the program found, which killed itself then."""
-    command = [sys.executable, str(HERE / "detached_program.py"), cluster, str(folder), end]
+    command = [sys.executable, str(HERE / "detached_program.py"), ray_head, str(folder), end]
     env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -66,12 +35,12 @@ def killed_program(cluster: str, folder: Path, end: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def story(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def story(ray_head: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Two controllers were killed one after the other; this process is the third."""
     folder = tmp_path_factory.mktemp("run")
-    first = killed_program(cluster, folder, "queued")
-    second = killed_program(cluster, folder, "stuck")
-    backend = open_backend(cluster, folder)
+    first = killed_program(ray_head, folder, "queued")
+    second = killed_program(ray_head, folder, "stuck")
+    backend = open_backend(ray_head, folder)
     yield {"first": first, "second": second, "backend": backend, "journal": folder / "journal"}
     backend.stop()
 

@@ -46,7 +46,8 @@ class Session:
     ) -> None:
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
-        self._announce, self._observer, self._run_dir, self._journal = announce, observer, run_dir, journal
+        self._announce, self._observer, self._journal = announce, observer, journal
+        self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
         self._run_id = run_id
         self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
@@ -55,7 +56,7 @@ class Session:
 
     def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
         bundles = [bundle for bundle, _ in self._bundles[name]]
-        log_dir = self._run_dir.resolve() / "logs" if self._run_dir else None
+        log_dir = self._run_dir / "logs" if self._run_dir else None
         return Pool(self.backend, name, bundles, nodes, prefix=f"{self._run_id}/", log_dir=log_dir)
 
     def _group(self, role: str) -> WorkerGroup:
