@@ -9,6 +9,7 @@ from rolemesh.runtime.faults import Fault, Faults
 from rolemesh.runtime.group import CallRecord, Deadlines, WorkerGroup, together
 from rolemesh.runtime.guard import ResourceGuard
 from rolemesh.runtime.kv_blocking import BlockingKvStore
+from rolemesh.runtime.kv_keeper import kept_alive
 from rolemesh.runtime.kv_store import KvLease, KvStore, KvWatch
 from rolemesh.runtime.ledger import Holding, Lease, PoolStatus, Waiting
 from rolemesh.runtime.local import LocalBackend
@@ -56,6 +57,7 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "create_backend",
+    "kept_alive",
     "register",
     "together",
 ]

@@ -76,6 +76,10 @@ class RayBackend:
         """Join the cluster, or start one. Called by the first `run`."""
         self._cluster.start()
 
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         self.start()
         return asyncio.run(main)
@@ -91,6 +95,9 @@ class RayBackend:
         self._stores.append(link)
         await link.restart(deadline)
         return link
+
+    def find_store(self, run: str) -> RayStoreLink:
+        return RayStoreLink(run)
 
     async def close(self) -> None:
         while self._stores:
