@@ -14,6 +14,7 @@ from rolemesh.runtime.kv_store import KvLease, KvStore, KvWatch
 from rolemesh.runtime.ledger import Holding, Lease, PoolStatus, Waiting
 from rolemesh.runtime.local import LocalBackend
 from rolemesh.runtime.pool import Pool
+from rolemesh.runtime.pool_view import PoolView, merge, split
 from rolemesh.runtime.simulated import SimulatedBackend
 from rolemesh.runtime.stored import Stored
 from rolemesh.runtime.worker import Worker, WorkerContext, register
@@ -41,6 +42,7 @@ __all__ = [
     "OpenWait",
     "Pool",
     "PoolStatus",
+    "PoolView",
     "Process",
     "Rendezvous",
     "Request",
@@ -58,7 +60,9 @@ __all__ = [
     "WorkerGroup",
     "create_backend",
     "kept_alive",
+    "merge",
     "register",
+    "split",
     "together",
 ]
 

@@ -26,6 +26,7 @@ from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, R
 from rolemesh.protocols.store import StoreLink
 from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
 from rolemesh.runtime.pool import Pool
+from rolemesh.runtime.pool_view import PoolView
 from rolemesh.runtime.stored import Stored, take_out
 from rolemesh.runtime.worker import Settled, Worker, WorkerContext, registered_methods, settled_methods
 
@@ -76,7 +77,7 @@ class WorkerGroup:
 
     name: str
     worker_class: type[Worker]
-    pool: Pool
+    pool: Pool | PoolView
     bundles: Sequence[int]
     worker_kwargs: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
