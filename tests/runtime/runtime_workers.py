@@ -165,6 +165,19 @@ class Summer(Worker):
         return os.getpid()
 
 
+class SlowToLoad(Worker):
+    """Rank 1 takes its time, and says in the KV store when it is there."""
+
+    def load(self) -> None:
+        if self.context.rank == 1:
+            time.sleep(1.5)
+        self.kv.put(f"loaded/{self.context.rank}", self.context.group)
+
+    @register(dispatch="all")
+    def speaks_for(self) -> tuple[str, str, int]:
+        return self.kv._store.owner, self.kv._store.group, self.kv.generation
+
+
 class Registrar(Worker):
     """Tells the KV store where it is, and looks for its neighbour there."""
 

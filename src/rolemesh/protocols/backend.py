@@ -165,6 +165,11 @@ class Backend(Protocol):
     name: str
     lacks: frozenset[Capability]
 
+    @property
+    def address(self) -> str:
+        """Where others find its cluster, once it runs; empty where nobody can."""
+        ...
+
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run the controller to its end on a loop of the backend's choice."""
         ...
@@ -235,6 +240,10 @@ class Backend(Protocol):
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> StoreLink:
         """Start the KV store of a run, on that node or else beside the controller, and return the way to it. `close` ends it. Where it
         outlives its controller, the store of an earlier one is taken over, with all that it knows."""
+        ...
+
+    def find_store(self, run: str) -> StoreLink:
+        """The way to the KV store of a run that another controller of the same cluster has started."""
         ...
 
     async def close(self) -> None:

@@ -23,9 +23,11 @@ from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report, WorkerSpec
+from rolemesh.protocols.store import StoreLink
 from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
+from rolemesh.runtime.pool_view import PoolView
 from rolemesh.runtime.stored import Stored, take_out
 from rolemesh.runtime.worker import Settled, Worker, WorkerContext, registered_methods, settled_methods
 
@@ -77,7 +79,7 @@ class WorkerGroup:
 
     name: str
     worker_class: type[Worker]
-    pool: Pool
+    pool: Pool | PoolView
     bundles: Sequence[int]
     worker_kwargs: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -85,6 +87,8 @@ class WorkerGroup:
     journal: Journal | None = None
     tensor_parallel: int = 1
     run_dir: str = ""
+    store: StoreLink | None = None
+    """The way to the run's KV store, for workers that use it."""
     observer: Callable[[CallRecord], None] = _observe_nothing
     generation: int = field(default=0, init=False)
     _joined: bool = field(default=False, init=False)
@@ -161,6 +165,7 @@ class WorkerGroup:
             process=process.spec.name,
             gpus=places[rank].gpus,
             run_dir=self.run_dir,
+            store=self.store,
         )
 
     async def init(self, retries: int = 1) -> None:
@@ -367,6 +372,19 @@ class WorkerGroup:
         asked = (self._control(rank, "report", stack=stack) for rank in range(self.world_size))
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
         return found
+
+    async def unready(self) -> str:
+        """For a group that is being created or initialised: which ranks have no process yet, and what the others compute; empty when
+        nothing is under way."""
+        places = [self.pool.latest(bundle) for bundle in self.bundles]
+        missing = [str(rank) for rank, process in enumerate(places) if process is None]
+        started = [rank for rank, process in enumerate(places) if process is not None]
+        reports = await asyncio.gather(*(self._control(rank, "report") for rank in started), return_exceptions=True)
+        told = [f"rank {', '.join(missing)} has not started"] if missing else []
+        for rank, report in zip(started, reports, strict=True):
+            if isinstance(report, BaseException) or report.call:
+                told.append(f"rank {rank} {_tell(report)}")
+        return "; ".join(told)
 
     async def abort(self) -> None:
         """Free every rank that is blocked in a collective: control threads cut this group's communicator. `rejoin` makes a new one."""

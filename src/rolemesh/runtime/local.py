@@ -72,6 +72,7 @@ class LocalBackend:
     """Backend of one process. See `protocols/backend.py` for the methods."""
 
     name = "local"
+    address = ""
     lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt", "detach"})
 
     def __init__(self) -> None:
@@ -160,6 +161,9 @@ class LocalBackend:
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> LocalStoreLink:
         self._stores.append(LocalStoreLink(run))
         return self._stores[-1]
+
+    def find_store(self, run: str) -> LocalStoreLink:
+        return next(link for link in self._stores if link.run == run)
 
     async def close(self) -> None:
         for store in self._stores:

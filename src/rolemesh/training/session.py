@@ -5,30 +5,39 @@ from __future__ import annotations
 import asyncio
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
 from rolemesh.errors import ResourceError, StaleWeights
 from rolemesh.observe import Journal
+from rolemesh.plan.build import KV_STORE
 from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
 from rolemesh.protocols.backend import Report
 from rolemesh.roles import worker_class
-from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup, together
+from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, KvStore, Pool, ResourceGuard, WorkerGroup, kept_alive, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 LOAD_RETRIES = 1
+SLOW_SECONDS = 10.0
+"""A stage of the start that takes longer says so often what its workers do."""
 Announce = Callable[[str, str, str], None]
 """Called with (stage, subject, kind) as things happen."""
 
 
 class Session:
-    """Pools and groups of one run. `async with session:` creates and initialises them, in two steps with their own deadlines."""
+    """Pools, groups, KV store and resource guard of one run. `async with session:` creates and initialises them, in two steps with
+    their own deadlines."""
+
+    kv: KvStore
+    """Who is where, and what the run shares with others; see docs/library.md for its keys."""
 
     def __init__(
         self,
@@ -53,6 +62,11 @@ class Session:
         self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
         self.pools: dict[str, Pool] = {}
         self.groups: dict[str, WorkerGroup] = {}
+        self.guard = ResourceGuard(backend, warn=lambda text: announce("run", "guard", text))
+        for name, pool in plan.pools.items():
+            if pool.slots:
+                self.guard.add_slots(name, len(pool.slots))
+        self._life = AsyncExitStack()
 
     def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
         bundles = [bundle for bundle, _ in self._bundles[name]]
@@ -71,6 +85,7 @@ class Session:
             deadlines=Deadlines(load=deadlines.load, join=deadlines.join, call=deadlines.call, control=deadlines.control),
             journal=self._journal,
             run_dir=str(self._run_dir or ""),
+            store=self.kv.link,
             observer=self._observer,
         )
 
@@ -95,6 +110,7 @@ class Session:
     async def _create(self) -> None:
         deadline = self.config.deadlines.create
         nodes = await self._nodes()
+        await self._open_store(nodes, deadline)
         self.pools = {name: self._pool(name, nodes) for name, places in self._bundles.items() if places}
         self.groups = {role: self._group(role) for role in self._roles}
         taken = await self._take_over(deadline)
@@ -106,7 +122,7 @@ class Session:
             self._announce("schedule", f"pool {name}", "placed")
         for role in self.groups:
             self._announce("create", role, "starting")
-        await together(group.create(deadline) for group in self.groups.values())
+        await self._told("create", deadline, (group.create(deadline) for group in self.groups.values()))
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
 
@@ -122,6 +138,27 @@ class Session:
             self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
         return taken
 
+    async def _open_store(self, nodes: Sequence[NodeInfo], deadline: float) -> None:
+        node = next((nodes[helper.node] for helper in self.plan.helpers if helper.name == KV_STORE), None)
+        self.kv = await KvStore.start(self.backend, self._run_id, deadline=deadline, node=node)
+        await self._life.enter_async_context(self.kv)
+        await self._life.enter_async_context(kept_alive(self.kv, lambda text: self._announce("run", "kv store", text)))
+
+    async def _told(self, stage: str, deadline: float, work: Iterable[Awaitable[T]]) -> list[T]:
+        """Do work side by side; while it takes long, say again and again who is not ready, and what they do."""
+        began = self.backend.time()
+        task = asyncio.ensure_future(together(work))
+        try:
+            while not (await asyncio.wait({task}, timeout=SLOW_SECONDS))[0]:
+                seconds = self.backend.time() - began
+                for role, group in self.groups.items():
+                    if doing := await group.unready():
+                        self._announce(stage, role, f"{doing} after {seconds:.0f} s of at most {deadline:.0f} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _nodes(self) -> Sequence[NodeInfo]:
         """The backend's nodes that stand for the plan's, in order. Raises ResourceError when there are fewer, or smaller ones."""
         found = (await self.backend.inventory()).nodes
@@ -136,14 +173,27 @@ class Session:
     async def _init(self) -> None:
         for role in self.groups:
             self._announce("load", role, "loading")
-        await together(group.init(retries=LOAD_RETRIES) for group in self.groups.values())
+        await self._told("load", self.config.deadlines.load, (group.init(retries=LOAD_RETRIES) for group in self.groups.values()))
         for role in self.groups:
             self._announce("join", role, "ready")
+            await self.register(role)
+
+    async def register(self, role: str) -> None:
+        """Tell the KV store where the workers of a role are, after it was created or has changed. Late writers of the role that it had
+        before are refused from here on."""
+        group = self.groups[role]
+        await self.kv.fence(role, group.generation)
+        await self.kv.put(f"groups/{role}", {"workers": group.world_size, "generation": group.generation, "epoch": group.epoch})
+        for rank, process in enumerate(group.processes):
+            told = {"node": process.node, "address": process.address, "pid": process.pid, "process": process.spec.name}
+            await self.kv.put(f"groups/{role}/{rank}", told)
 
     async def close(self) -> None:
         """End all processes and give the pools back. Idempotent."""
+        self.guard.close()
         for pool in self.pools.values():
             await pool.close()
+        await self._life.aclose()
         await self.backend.close()
 
     def detach(self) -> None:
@@ -152,6 +202,36 @@ class Session:
             pool.detach()
         self.pools.clear()
         self.backend.detach(self._run_id)
+
+    # -- devices --------------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def holding(self, phase: str, *roles: str) -> AsyncIterator[None]:
+        """Hold the slots of these roles (those that the run has) for a phase; other phases that need one of them wait meanwhile, in
+        turn. Raises DeadlineExceeded naming the holders, or Deadlock."""
+        wanted: dict[str, set[int]] = {}
+        for role in roles:
+            for worker in self.plan.of_role(role) if role in self.groups else ():
+                if worker.slot is not None:
+                    wanted.setdefault(worker.pool, set()).add(worker.slot)
+        with ExitStack() as held:
+            for pool in sorted(wanted):
+                deadline = self.config.deadlines.call
+                held.enter_context(await self.guard.acquire(pool, who=phase, slots=sorted(wanted[pool]), deadline=deadline))
+            yield
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Of each pool its slots, who holds them and who waits, with seconds so far."""
+        return [
+            {
+                "pool": pool.name,
+                "slots": int(pool.budget),
+                "free": pool.free,
+                "holders": [{"who": held.who, "slots": list(held.slots), "seconds": pool.time - held.since} for held in pool.holders],
+                "waiting": [{"who": one.who, "slots": one.amount, "seconds": pool.time - one.since} for one in pool.waiting],
+            }
+            for pool in self.guard.snapshot()
+        ]
 
     # -- data ----------------------------------------------------------------------------------------------------------------
 

@@ -82,6 +82,10 @@ class RayBackend:
         """Join the cluster, or start one. Called by the first `run`."""
         self._cluster.start()
 
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         self.start()
         return asyncio.run(main)
@@ -97,6 +101,9 @@ class RayBackend:
         self._stores.append(link)
         await link.start(deadline)
         return link
+
+    def find_store(self, run: str) -> RayStoreLink:
+        return RayStoreLink(run)
 
     async def close(self) -> None:
         while self._stores:

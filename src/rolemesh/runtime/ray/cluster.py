@@ -59,6 +59,11 @@ class RayCluster:
         self._started = True  # even if the start is interrupted: then there is something to end
         _start_ray(options)
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the cluster that was joined or started; empty before."""
+        return str(ray.get_runtime_context().gcs_address) if self._started else ""
+
     def stop(self) -> None:
         """End the cluster if it is this run's own, else leave it."""
         if self._started:
