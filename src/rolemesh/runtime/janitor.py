@@ -96,3 +96,9 @@ class JanitorLink:
     def close(self) -> None:
         """Without a good-bye: what is left lives on for the run's time to live."""
         self._connection.close()
+
+
+def is_watched(run: str) -> bool:
+    """True when a janitor of the run is alive on this machine."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        return connection.connect_ex(socket_of(run)) == 0

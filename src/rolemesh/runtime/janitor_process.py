@@ -100,9 +100,9 @@ def processes() -> list[Found]:
 
 def owned(run: str, process: str = "") -> list[Found]:
     """What carries the mark of a run, or of one of its worker processes, and all that descends from it."""
-    mark = (f"{PROCESS}={process}" if process else f"{RUN}={run}").encode()
+    marks = {f"{RUN}={run}".encode(), *([f"{PROCESS}={process}".encode()] if process else [])}
     table = processes()
-    mine = {found.pid for found in table if mark in found.environment}
+    mine = {found.pid for found in table if marks <= found.environment}
     while more := {found.pid for found in table if found.parent in mine} - mine:
         mine |= more
     return [found for found in table if found.pid in mine - {os.getpid()}]
@@ -185,8 +185,8 @@ def clean(run: str, *, politely: bool) -> None:
             time.sleep(0.02)
     elif record.get("ttl") and not record["own"]:
         command = [sys.executable, "-m", "rolemesh.runtime.ray.sweep", record["address"], run]
-        with open(f"{folder}/sweep.log", "ab") as log:
-            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=SWEEP_SECONDS, check=False)
+        with suppress(subprocess.TimeoutExpired):  # a cluster that does not answer has nothing left of it
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_SECONDS, check=False)
     end_all(partial(owned, run))
     shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir("/dev/shm"):
@@ -289,6 +289,10 @@ class Janitor:
 
     # -- what clients say: methods `_on_<word>` -------------------------------------------------------------------------------
 
+    def _on_look(self, client: Client) -> dict[str, Any]:
+        """Whoever asks what is known."""
+        return self._record
+
     def _on_work(self, client: Client, process: str) -> dict[str, Any]:
         """A worker process."""
         client.process = process
@@ -300,7 +304,11 @@ class Janitor:
         if others:
             return {"refused": others[0]}
         client.drives, self._ends = True, None
-        address = self._record.get("address", "") if own else address
+        if not self._record.get("ttl"):
+            clean(self._run, politely=False)  # an earlier driver left it, and nobody was there to see to it
+            self._record = {}
+        if own:
+            address = self._record.get("address", "") if owned(self._run) else ""
         found = find(client.pid)
         self._record = {
             "run": self._run, "pid": client.pid, "started": found.started if found else 0, "own": own, "address": address, "ttl": ttl,

@@ -21,7 +21,7 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.runtime.janitor import JanitorLink
 from rolemesh.runtime.janitor_process import RUN
-from rolemesh.runtime.ray.store import NAMESPACE
+from rolemesh.runtime.ray.standing import NAMESPACE
 from rolemesh.runtime.ray.waiting import first_lines
 
 HEAD = str(Path(__file__).with_name("head.py"))
@@ -68,7 +68,7 @@ class RayCluster:
         env = {RUN: self.run}
         if self._pythonpath:
             env["PYTHONPATH"] = os.pathsep.join(self._pythonpath)
-        _join({"address": address, "namespace": NAMESPACE, "runtime_env": {"env_vars": env}})
+        join({"address": address, "namespace": NAMESPACE, "runtime_env": {"env_vars": env}})
 
     def _start_head(self, folder: Path) -> str:
         """In a session of its own, so that signals to this process's group or terminal do not reach it."""
@@ -90,6 +90,11 @@ class RayCluster:
             raise _not_started("on this machine", ended.stderr.strip().rpartition("\n")[2])
         return ended.stdout.split()[-1]
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the cluster that was joined or started; empty before."""
+        return str(ray.get_runtime_context().gcs_address) if self._janitor is not None else ""
+
     def stop(self) -> None:
         """Leave the cluster and end what the run has on this machine, the cluster too if it is the run's own."""
         if self._janitor is not None:
@@ -105,7 +110,7 @@ class RayCluster:
             self._janitor = None
 
 
-def _join(options: dict[str, Any]) -> None:
+def join(options: dict[str, Any]) -> None:
     """`ray.init`, whole: cut short by an exception of a signal handler it crashes as the process ends.
 
     A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once. Ray's own handler of SIGTERM,
