@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -34,8 +33,7 @@ END_SECONDS = 10.0
 SWEEP_SECONDS = 60.0
 PATIENCE_SECONDS = 10.0
 """How long a janitor waits for its first client."""
-SHARED = re.compile(rb" (/dev/shm/(?:rolemesh-|psm_|torch_|nccl-)\S*)$", re.MULTILINE)
-"""Files in shared memory that belong to the processes that have them open: ours, Python's, torch's and NCCL's."""
+TRACKERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
 class Found(NamedTuple):
@@ -128,29 +126,20 @@ def kill(pid: int, started: int) -> None:
 
 
 def end_all(search: Callable[[], Iterable[Found]]) -> None:
-    """Kill until the search finds nothing, and remove the shared memory that was theirs."""
-    shared: set[str] = set()
-    ends = time.monotonic() + END_SECONDS
-    while (left := list(search())) and time.monotonic() < ends:
+    """Kill until the search finds nothing. Those that remove the shared memory of others come last: they end by themselves then."""
+    began = time.monotonic()
+    while (left := list(search())) and time.monotonic() < began + END_SECONDS:
         for found in left:
-            shared |= shared_files(found.pid)
-        for found in left:
-            kill(found.pid, found.started)
+            if time.monotonic() > began + GRACE_SECONDS or not is_tracker(found.pid):
+                kill(found.pid, found.started)
         time.sleep(0.02)
-    for path in shared:
-        remove(path)
 
 
-def shared_files(pid: int) -> set[str]:
-    try:
-        return {path.decode() for path in SHARED.findall(read_bytes(f"/proc/{pid}/maps"))}
-    except OSError:
-        return set()
-
-
-def remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
+def is_tracker(pid: int) -> bool:
+    """A process of Python or torch that waits for the end of others and then removes what they have left in shared memory."""
+    with suppress(OSError):
+        return any(name in read_bytes(f"/proc/{pid}/cmdline") for name in TRACKERS)
+    return False
 
 
 # -- what is known of a run ---------------------------------------------------------------------------------------------------
@@ -191,7 +180,7 @@ def clean(run: str, *, politely: bool) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir("/dev/shm"):
         if name.startswith(f"rolemesh-{key_of(run)}"):
-            remove(f"/dev/shm/{name}")
+            os.unlink(f"/dev/shm/{name}")
 
 
 # -- the janitor --------------------------------------------------------------------------------------------------------------
