@@ -70,6 +70,19 @@ class Adder(Worker):
         self.count += 1
         return self.count
 
+    @register(dispatch="all", mutates=True)
+    def count_after(self, gates: str) -> int:
+        """Count once a file is there that is named by this process."""
+        ends = time.monotonic() + 60
+        while not os.path.exists(f"{gates}/{os.getpid()}"):
+            assert time.monotonic() < ends, "nobody opened the gate"
+            time.sleep(0.01)
+        return self.count_up()
+
+    @register(dispatch="all")
+    def counted(self) -> int:
+        return self.count
+
     @register(dispatch="all")
     def loads_seen(self) -> int:
         return self.loads

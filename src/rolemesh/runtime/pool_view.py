@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rolemesh.errors import ResourceError
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Backend, Bundle, Process
+from rolemesh.protocols.backend import Backend, Bundle, Process, Resident
 from rolemesh.runtime.pool import Pool, Restore
 
 
@@ -47,6 +47,10 @@ class PoolView:
     def latest(self, bundle: int) -> Process | None:
         pool, place = self.places[bundle]
         return pool.latest(place)
+
+    def resident(self, bundle: int, group: str) -> Resident | None:
+        pool, place = self.places[bundle]
+        return pool.resident(place, group)
 
     def move_in(self, bundle: int, group: str, restore: Restore) -> None:
         pool, place = self.places[bundle]

@@ -19,7 +19,7 @@ from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
-from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
+from rolemesh.observe import Journal, RunDirectory, read_journal, read_json_lines, write_json, write_text
 from rolemesh.plan import Inventory, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.training import checkpoint as checkpoints
@@ -42,7 +42,9 @@ def backend_for(config: Config, inventory: Inventory) -> Backend:
     if config.backend == "local":
         return create_backend("local")
     cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
-    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, pythonpath=python_path())
+    cluster = config.cluster
+    own = {"num_cpus": math.ceil(cpus), "num_gpus": gpus} if cluster.address is None else {}
+    return create_backend("ray", address=cluster.address, detached=cluster.detached, pythonpath=python_path(), **own)
 
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
@@ -126,6 +128,7 @@ def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
     folder, skipped = checkpoints.newest(directory)
     state = checkpoints.read_state(folder)
     directory.read_metrics()
+    read_journal(directory.journal)
     done, steps = state["progress"].get("step", 0), prepared.config.trainer.steps
     if steps < done:
         remedy = f"Set trainer.steps above {done} to train on"
@@ -194,6 +197,7 @@ async def open_run(
     config = prepared.config
     dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
     recorder = Recorder(directory, config, display)
+    journal = Journal(directory.journal)
     outcome = "failed"
     cause: Exception | None = None
     progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
@@ -202,11 +206,11 @@ async def open_run(
             _write_plan(prepared, directory)
         write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
         directory.write_status(watch.status(directory, config, progress, "starting", "starting", []))
-        for warning in prepared.plan.warnings:
+        for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
             recorder.note(warning)
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
-            observer=recorder.observe, announce=recorder.announce, roles=roles,
+            observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal,
         )  # fmt: skip
         async with session:
             run = TrainingRun(
@@ -233,6 +237,7 @@ async def open_run(
                 recorder.events.write("end", "run", outcome)
                 directory.write_status(watch.status(directory, config, progress, outcome, recorder.phase, []))
         finally:
+            journal.close()
             recorder.close()
             display.stop()
 

@@ -192,7 +192,7 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
     step = run.progress.step
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
-        await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
+        await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples.resolve() / f"step-{step:06d}.parquet"))
     run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.removed())
     health.check(run)
 

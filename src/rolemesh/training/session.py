@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
 from rolemesh.errors import ResourceError, StaleWeights
+from rolemesh.observe import Journal
 from rolemesh.plan.build import KV_STORE
 from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
 from rolemesh.protocols.backend import Report
@@ -50,11 +51,12 @@ class Session:
         observer: Callable[[CallRecord], None],
         announce: Announce,
         roles: Sequence[str] | None = None,
-        epoch: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
-        self._announce, self._observer, self._run_dir, self._epoch = announce, observer, run_dir, epoch
+        self._announce, self._observer, self._journal = announce, observer, journal
+        self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
         self._run_id = run_id
         self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
@@ -68,7 +70,7 @@ class Session:
 
     def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
         bundles = [bundle for bundle, _ in self._bundles[name]]
-        log_dir = self._run_dir.resolve() / "logs" if self._run_dir else None
+        log_dir = self._run_dir / "logs" if self._run_dir else None
         return Pool(self.backend, name, bundles, nodes, prefix=f"{self._run_id}/", log_dir=log_dir)
 
     def _group(self, role: str) -> WorkerGroup:
@@ -81,7 +83,7 @@ class Session:
             [self._bundle_of(worker) for worker in workers],
             worker_kwargs={"config": self.config},
             deadlines=Deadlines(load=deadlines.load, join=deadlines.join, call=deadlines.call, control=deadlines.control),
-            epoch=self._epoch,
+            journal=self._journal,
             run_dir=str(self._run_dir or ""),
             store=self.kv.link,
             observer=self._observer,
@@ -111,7 +113,10 @@ class Session:
         await self._open_store(nodes, deadline)
         self.pools = {name: self._pool(name, nodes) for name, places in self._bundles.items() if places}
         self.groups = {role: self._group(role) for role in self._roles}
+        taken = await self._take_over(deadline)
         for name, pool in self.pools.items():
+            if name in taken:
+                continue
             self._announce("schedule", f"pool {name}", "placing")
             await pool.create(deadline)
             self._announce("schedule", f"pool {name}", "placed")
@@ -142,6 +147,18 @@ class Session:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _take_over(self, deadline: float) -> set[str]:
+        """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
+        given back."""
+        if self._journal is None or "detach" in self.backend.lacks:
+            return set()
+        await self.backend.give_back(f"{self._run_id}/", keep=[f"{self._run_id}/{name}" for name in self.pools])
+        taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
+        for name in taken:
+            living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)
+            self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
+        return taken
+
     async def _nodes(self) -> Sequence[NodeInfo]:
         """The backend's nodes that stand for the plan's, in order. Raises ResourceError when there are fewer, or smaller ones."""
         found = (await self.backend.inventory()).nodes
@@ -166,7 +183,7 @@ class Session:
         before are refused from here on."""
         group = self.groups[role]
         await self.kv.fence(role, group.generation)
-        await self.kv.put(f"groups/{role}", {"workers": group.world_size, "generation": group.generation, "epoch": self._epoch})
+        await self.kv.put(f"groups/{role}", {"workers": group.world_size, "generation": group.generation, "epoch": group.epoch})
         for rank, process in enumerate(group.processes):
             told = {"node": process.node, "address": process.address, "pid": process.pid, "process": process.spec.name}
             await self.kv.put(f"groups/{role}/{rank}", told)
@@ -178,6 +195,13 @@ class Session:
             await pool.close()
         await self._life.aclose()
         await self.backend.close()
+
+    def detach(self) -> None:
+        """Leave everything as it is, for the next driver of this run. Raises ConfigError where processes end with this one."""
+        for pool in self.pools.values():
+            pool.detach()
+        self.pools.clear()
+        self.backend.detach(self._run_id)
 
     # -- devices --------------------------------------------------------------------------------------------------------------
 

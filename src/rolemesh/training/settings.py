@@ -101,6 +101,7 @@ async def _follow(run: TrainingRun) -> None:
             continue  # nobody wished anything
         if change.kind == "put":
             await store.put(f"{ANSWERS}{change.key.removeprefix(WISHES)}", _answer(run, change.value))
+            await store.delete(change.key)  # the next controller of this run has it in its config
 
 
 def _answer(run: TrainingRun, overrides: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from rolemesh.errors import RolemeshError
-from rolemesh.runtime.ray.store import NAMESPACE
+from rolemesh.runtime.ray.standing import NAMESPACE
 from rolemesh.runtime.ray.waiting import first_lines
 
 

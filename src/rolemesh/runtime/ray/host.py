@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import ray
 
-from rolemesh.protocols.backend import Call, Failure, Reply
+from rolemesh.protocols.backend import Call, Failure, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.host import ProcessHost
 
 
@@ -18,19 +18,20 @@ from rolemesh.runtime.host import ProcessHost
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, name: str, log_path: str) -> None:
-        if log_path:
-            _redirect_output(log_path)
+    def __init__(self, spec: ProcessSpec) -> None:
+        if spec.log_path:
+            _redirect_output(spec.log_path)
+        self._spec = spec
         self._address = ray.util.get_node_ip_address()
-        self._host = ProcessHost(name, self._address)
+        self._host = ProcessHost(spec.name, self._address)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def who(self) -> tuple[str, str, int, float]:
-        """(node, address, pid, when this process started)."""
-        return self._host.node, self._address, os.getpid(), psutil.Process().create_time()
+    def who(self) -> tuple[ProcessSpec, str, str, int, float]:
+        """(as what it was started, node, address, pid, when this process started)."""
+        return self._spec, self._host.node, self._address, os.getpid(), psutil.Process().create_time()
 
-    def add_worker(self, group: str, worker_class: type, context: Any, kwargs: dict[str, Any]) -> Failure | None:
-        return self._host.add_worker(group, worker_class, context, kwargs)
+    def add_worker(self, spec: WorkerSpec) -> Failure | None:
+        return self._host.add_worker(spec)
 
     def execute(self, call: Call, *blocks: Any) -> tuple[Reply, Any, Any]:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
