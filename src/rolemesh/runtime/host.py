@@ -20,7 +20,7 @@ import numpy as np
 
 from rolemesh.batch import Batch, BlockMeta, assemble, block_meta
 from rolemesh.errors import BatchError, RolemeshError, StaleCall
-from rolemesh.observe import Metrics, Span
+from rolemesh.observe import Metrics
 from rolemesh.protocols.backend import Call, Failure, Reply, Report
 from rolemesh.runtime.stored import fill
 from rolemesh.runtime.worker import Peers, Settled, Worker, WorkerContext, settled_methods
@@ -36,10 +36,12 @@ Answered = tuple[Reply, tuple[Any, Any]]
 
 
 class ProcessHost:
-    """The workers of one process. `clock` is the wall clock, unless time is simulated."""
+    """The workers of one process, which is theirs alone unless it is `shared`. `clock` is the wall clock, unless time is simulated."""
 
-    def __init__(self, name: str, node: str, *, clock: Callable[[], float] = time.time) -> None:
-        self.name, self.node, self._clock = name, node, clock
+    def __init__(self, name: str, node: str, *, shared: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.name, self.node, self._shared, self._clock = name, node, shared, clock
+        self._dressed: WorkerContext | None = None
+        """Whose variables the environment holds."""
         self._workers: dict[str, Worker] = {}
         self._methods: dict[str, dict[str, Settled]] = {}
         self._fence: dict[str, tuple[int, int]] = {}
@@ -50,7 +52,7 @@ class ProcessHost:
     def add_worker(self, group: str, worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, Any]) -> Failure | None:
         """Make a worker of `group`; replaces an earlier one of the same group."""
         try:
-            with _environment(context):
+            with self._environment(context):
                 worker = worker_class(context, **kwargs)
                 methods = settled_methods(worker_class, kwargs)
         except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
@@ -87,18 +89,18 @@ class ProcessHost:
         self._check_fence(call, worker)
         worker.metrics = Metrics()
         worker.spans.drain()  # of a call that raised
-        args = fill(call.args, blocks)
+        args, kwargs = fill(call.args, blocks), fill(call.kwargs or {}, blocks)
         batch = assemble(call.assembly, blocks[: call.batch_blocks]) if call.assembly is not None else None
         if batch is not None:
             args = (batch, *args)
-        with _environment(worker.context):
-            result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
+        with self._environment(worker.context):
+            result = getattr(worker, call.method)(*args, **kwargs)
         value, metas, written = _pack(method, f"{call.group}.{call.method}()", batch, result)
         reply = Reply(
             value=value,
             metas=metas,
-            metrics=worker.metrics,
-            spans=self._spans(worker, call, started),
+            metrics=worker.metrics or None,
+            spans=tuple(worker.spans.drain()),
             started=started,
             ended=self._clock(),
         )
@@ -110,9 +112,22 @@ class ProcessHost:
             raise StaleCall(group=call.group, rank=worker.context.rank, got=got, current=current)
         self._fence[call.group] = got
 
-    def _spans(self, worker: Worker, call: Call, started: float) -> tuple[Span, ...]:
-        whole = Span(name=call.method, start=started, end=self._clock(), process=self.name, track=call.group, args={"call": call.id})
-        return (whole, *worker.spans.drain())
+    @contextmanager
+    def _environment(self, context: WorkerContext) -> Iterator[None]:
+        """The worker's standard variables. A shared process (the local backend's is even the controller's) has them around the worker's
+        own code only; in another they stay until a worker with others runs."""
+        if self._dressed is context:
+            yield
+            return
+        before = {name: os.environ.get(name) for name in context.env()}
+        os.environ.update(context.env())
+        try:
+            yield
+        finally:
+            if self._shared:
+                _restore(before)
+            else:
+                self._dressed = context
 
     def control(self, request: str, *, group: str = "", stack: bool = False) -> Any:
         """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), or `abort` the worker of `group`."""
@@ -136,19 +151,12 @@ class ProcessHost:
         )
 
 
-@contextmanager
-def _environment(context: WorkerContext) -> Iterator[None]:
-    """The worker's standard variables, around its own code only: processes are shared, the local backend's even with the controller."""
-    before = {name: os.environ.get(name) for name in context.env()}
-    os.environ.update(context.env())
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _pack(
