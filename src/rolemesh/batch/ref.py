@@ -239,8 +239,7 @@ class BatchRef:
     def _runs(self, spans: Sequence[tuple[int, int]]) -> list[Self]:
         cut = [layer.runs(spans) for layer in self.layers]
         return [
-            type(self)(self.ids[start : start + length], tuple([runs[part] for runs in cut]))
-            for part, (start, length) in enumerate(spans)
+            type(self)(self.ids[start : start + length], tuple([runs[part] for runs in cut])) for part, (start, length) in enumerate(spans)
         ]
 
     def _take(self, indices: Ints) -> Self:

@@ -224,7 +224,7 @@ class RayBackend:
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
-    """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs several times as much."""
+    """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(_settle, reply, process, answered)
 
