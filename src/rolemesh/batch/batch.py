@@ -330,6 +330,8 @@ def refuse_ids(names: Iterable[str], verb: str) -> None:
 
 def refuse_other_columns(first: Mapping[str, Kind], part: Mapping[str, Kind], number: int) -> None:
     """Raise BatchError when part `number` of a concatenation has other columns, or other kinds, than the first part."""
+    if part == first:
+        return
     lacking, unexpected = [name for name in first if name not in part], [name for name in part if name not in first]
     if lacking or unexpected:
         found = [f"lacks {', '.join(lacking)}"] * bool(lacking) + [f"has {', '.join(unexpected)} that the first lacks"] * bool(unexpected)

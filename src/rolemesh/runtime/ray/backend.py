@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +34,7 @@ from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.ray.cluster import RayCluster
-from rolemesh.runtime.ray.host import RayHost, end_process, find_process
+from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_nodes
 from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
@@ -242,16 +245,11 @@ class RayBackend:
             ) from failure.error  # fmt: skip
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        reply_ref, numbers, others = process.handle.execute.options(num_returns=3).remote(call, *blocks)
-        reply: asyncio.Future[Reply] = asyncio.ensure_future(self._reply(reply_ref, process))
+        answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] = loop.create_future()
+        answered.future().add_done_callback(partial(_hand_over, loop, reply, process))
         return Pending(process=process, call=call, reply=reply, blocks=(numbers, others))
-
-    async def _reply(self, ref: Any, process: Process) -> Reply:
-        try:
-            answer: Reply = await ref
-        except RayError as error:
-            raise _failed(process, error) from error
-        return answer
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         subject = f"the control thread of {process.spec.name} to answer {request!r}"
@@ -292,6 +290,26 @@ def _remove(groups: Iterable[Reserved]) -> None:
     """Ray ends what runs in them."""
     for found in groups:
         remove_placement_group(found.group)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+    """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, reply, process, answered)
+
+
+def _settle(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+    error = answered.exception(timeout=0)
+    if reply.done():  # cancelled
+        return
+    if error is None:
+        reply.set_result(whole_reply(answered.result(timeout=0)))
+        return
+    told = _failed(process, error) if isinstance(error, RayError) else error
+    if told is not error:
+        told.__cause__ = error
+    reply.set_exception(told)
+    reply.exception()  # seen: the controller may have stopped waiting, and asyncio would report it as lost
 
 
 async def _placed(group: PlacementGroup, seconds: float) -> bool:

@@ -23,7 +23,7 @@ class RayHost:
             _redirect_output(spec.log_path)
         self._spec = spec
         self._address = ray.util.get_node_ip_address()
-        self._host = ProcessHost(spec.name, self._address)
+        self._host = ProcessHost(spec.name, self._address, shared=False)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def who(self) -> tuple[ProcessSpec, str, str, int, float]:
@@ -33,14 +33,31 @@ class RayHost:
     def add_worker(self, spec: WorkerSpec) -> Failure | None:
         return self._host.add_worker(spec)
 
-    def execute(self, call: Call, *blocks: Any) -> tuple[Reply, Any, Any]:
+    @ray.method(num_returns=3)  # type: ignore[untyped-decorator]
+    def execute(self, call: list[Any], *blocks: Any) -> tuple[list[Any], Any, Any]:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
-        reply, written = self._host.execute(call, blocks)
-        return reply, *written
+        reply, written = self._host.execute(Call(*call), blocks)
+        return flat_reply(reply), *written
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, request: str, kwargs: dict[str, Any]) -> Any:
         return self._host.control(request, **kwargs)
+
+
+def flat_call(call: Call) -> list[Any]:
+    """Only the head of a call without arguments. Ray packs a list of numbers and strings itself, and starts a pickler for all else."""
+    return list(call if call.args or call.kwargs or call.assembly else call[: Call._fields.index("args")])
+
+
+def flat_reply(reply: Reply) -> list[Any]:
+    """Only the times of a reply that says no more, as in `flat_call`."""
+    says_more = reply.value is not None or reply.metrics or reply.spans or reply.failure or reply.metas != (None, None)
+    return list(reply) if says_more else [reply.started, reply.ended]
+
+
+def whole_reply(flat: list[Any]) -> Reply:
+    """The inverse."""
+    return Reply(started=flat[0], ended=flat[1]) if len(flat) == 2 else Reply(*flat)
 
 
 def _redirect_output(log_path: str) -> None:
