@@ -268,10 +268,10 @@ class Session:
 
 def _told(report: Report | BaseException, role: str) -> dict[str, Any]:
     if not isinstance(report, Report):
-        return {"state": "unreachable", "call": "", "since": None}
+        return {"state": "unreachable", "call": "", "since": None, "leaving": False}
     mine = report.call.startswith(f"{role}.")
     state = report.state if mine else ("waiting" if report.call else "idle")
-    return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since}
+    return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since, "leaving": report.leaving}
 
 
 def _place(worker: WorkerPlan) -> tuple[str, int]:
