@@ -24,7 +24,9 @@ RUN = "detached"
 
 def open_backend(address: str, gates: Path) -> Backend:
     """Opens the gate of every process that it has taken over."""
-    backend = create_backend("ray", address=address, detached=True, pythonpath=[str(Path(__file__).parent), *sys.path])
+    backend = create_backend(
+        "ray", address=address, run=RUN, detached=True, time_to_live=90, pythonpath=[str(Path(__file__).parent), *sys.path]
+    )
     control = backend.control
 
     async def opening(process: Process, request: str, deadline: float, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ import ipaddress
 import os
 import re
 import socket
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -53,16 +52,19 @@ def held_as_free(inventory: Inventory, run: str) -> Inventory:
 
 
 def _held_as_free(node: NodeInfo, prefix: str) -> NodeInfo:
-    mine = Counter[str]()
+    mine: dict[str, float] = {}
     for name, amounts in node.holders.items():
         if name.startswith(prefix):
-            mine.update(amounts)
+            mine |= {resource: mine.get(resource, 0) + amount for resource, amount in amounts.items()}
+    if not mine:
+        return node
     free = node.free_resources
     return replace(
         node,
-        free_cpus=None if node.free_cpus is None else node.free_cpus + mine["CPU"],
-        free_gpus=None if node.free_gpus is None else node.free_gpus + mine["GPU"],
-        free_resources=None if free is None else {name: free.get(name, 0) + mine[name] for name in node.resources},
+        free_cpus=None if node.free_cpus is None else node.free_cpus + mine.get("CPU", 0),
+        free_gpus=None if node.free_gpus is None else node.free_gpus + round(mine.get("GPU", 0)),
+        free_resources=None if free is None else {name: free.get(name, 0) + mine.get(name, 0) for name in node.resources},
+        free_memory_bytes=None,  # nobody knows how much of what is taken its processes have
         holders={name: amounts for name, amounts in node.holders.items() if not name.startswith(prefix)},
     )
 

@@ -145,6 +145,8 @@ class Report:
     """`group.method` under way, or empty."""
     since: float
     """Wall clock at which the state began."""
+    leaving: bool = False
+    """It was told to end (SIGTERM), as before its machine goes away."""
     stack: str = ""
     """Python stack of the compute thread, when asked for."""
 

@@ -54,6 +54,8 @@ class ProcessHost:
         """Of the controller that took this process over."""
         self._call, self._since = "", clock()
         self._compute_thread: int | None = None
+        self.leaving = False
+        """This process was told to end."""
 
     def add_worker(self, spec: WorkerSpec) -> Failure | None:
         """Make a worker; it replaces an earlier one of the same group."""
@@ -182,6 +184,7 @@ class ProcessHost:
             state="computing" if call else "idle",
             call=call,
             since=since,
+            leaving=self.leaving,
             stack="".join(traceback.format_stack(frame)) if frame is not None else "",
         )
 

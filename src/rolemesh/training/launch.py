@@ -37,14 +37,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run."""
 
 
-def backend_for(config: Config, inventory: Inventory) -> Backend:
-    """The backend of a config, with exactly the resources that were planned. Workers import user code from where the controller does."""
+def backend_for(config: Config, inventory: Inventory, run: str | None = None) -> Backend:
+    """The backend of a config for a run, with exactly the resources that were planned. Workers import user code from where we do."""
     if config.backend == "local":
         return create_backend("local")
     cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
     cluster = config.cluster
     own = {"num_cpus": math.ceil(cpus), "num_gpus": gpus} if cluster.address is None else {}
-    return create_backend("ray", address=cluster.address, detached=cluster.detached, pythonpath=python_path(), **own)
+    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live}
+    return create_backend("ray", address=cluster.address, run=run, pythonpath=python_path(), **kept, **own)
 
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
@@ -104,7 +105,7 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     directory = resume or RunDirectory.create(config.runs_dir, config.name)
     with claimed(directory):
         checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
-        backend = backend_for(config, inventory)
+        backend = backend_for(config, inventory, directory.name)
         summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint, loop))
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt

@@ -126,6 +126,18 @@ class Session:
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
 
+    async def _take_over(self, deadline: float) -> set[str]:
+        """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
+        given back."""
+        if self._journal is None or "detach" in self.backend.lacks:
+            return set()
+        await self.backend.give_back(f"{self._run_id}/", keep=[f"{self._run_id}/{name}" for name in self.pools])
+        taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
+        for name in taken:
+            living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)
+            self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
+        return taken
+
     async def _open_store(self, nodes: Sequence[NodeInfo], deadline: float) -> None:
         node = next((nodes[helper.node] for helper in self.plan.helpers if helper.name == KV_STORE), None)
         self.kv = await KvStore.start(self.backend, self._run_id, deadline=deadline, node=node)
@@ -146,18 +158,6 @@ class Session:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    async def _take_over(self, deadline: float) -> set[str]:
-        """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
-        given back."""
-        if self._journal is None or "detach" in self.backend.lacks:
-            return set()
-        await self.backend.give_back(f"{self._run_id}/", keep=[f"{self._run_id}/{name}" for name in self.pools])
-        taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
-        for name in taken:
-            living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)
-            self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
-        return taken
 
     async def _nodes(self) -> Sequence[NodeInfo]:
         """The backend's nodes that stand for the plan's, in order. Raises ResourceError when there are fewer, or smaller ones."""
@@ -268,10 +268,10 @@ class Session:
 
 def _told(report: Report | BaseException, role: str) -> dict[str, Any]:
     if not isinstance(report, Report):
-        return {"state": "unreachable", "call": "", "since": None}
+        return {"state": "unreachable", "call": "", "since": None, "leaving": False}
     mine = report.call.startswith(f"{role}.")
     state = report.state if mine else ("waiting" if report.call else "idle")
-    return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since}
+    return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since, "leaving": report.leaving}
 
 
 def _place(worker: WorkerPlan) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import uuid
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def run_sft(config: Config, display: Display) -> Path:
     inventory = local_inventory()
     prepared = prepare(config, inventory)
     directory = RunDirectory.create(config.runs_dir, config.name)
-    backend = backend_for(config, inventory)
+    backend = backend_for(config, inventory, directory.name)
 
     async def main() -> Path:
         async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
@@ -47,10 +47,11 @@ def run_evaluation(config: Config, sampling: evaluation.Sampling | None = None) 
     inventory = local_inventory()
     roles = ["rollout", "reward"]
     prepared = prepare(config, inventory, roles=roles)
-    backend = backend_for(config, inventory)
+    run = f"{config.name}-{secrets.token_hex(6)}"
+    backend = backend_for(config, inventory, run)
 
     async def main() -> dict[str, float]:
-        async with _session(prepared, backend, roles) as session:
+        async with _session(prepared, backend, run, roles) as session:
             await session.groups["rollout"].serve_folder(0)
             if sampling is None:
                 return await evaluation.held_out(session, prepared.eval_set, 0)
@@ -69,10 +70,11 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     inventory = local_inventory()
     prepared = prepare(config, inventory, roles=["rollout"])
     ids = _encoded(prepared, prompts)
-    backend = backend_for(config, inventory)
+    run = f"{config.name}-{secrets.token_hex(6)}"
+    backend = backend_for(config, inventory, run)
 
     async def main() -> list[str]:
-        async with _session(prepared, backend, ["rollout"]) as session:
+        async with _session(prepared, backend, run, ["rollout"]) as session:
             await session.groups["rollout"].serve_folder(0)
             rows = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
             batch = session.store(Batch.from_columns(rows))
@@ -104,9 +106,9 @@ def _encoded(prepared: Prepared, prompts: Sequence[str]) -> list[list[int]]:
     return encoded
 
 
-def _session(prepared: Prepared, backend: Backend, roles: Sequence[str]) -> Session:
+def _session(prepared: Prepared, backend: Backend, run: str, roles: Sequence[str]) -> Session:
     return Session(
-        prepared.config, prepared.plan, backend, run_id=f"task-{uuid.uuid4().hex[:12]}", run_dir=None, tokenizer=prepared.tokenizer,
+        prepared.config, prepared.plan, backend, run_id=run, run_dir=None, tokenizer=prepared.tokenizer,
         observer=_ignore_call, announce=_ignore_event, roles=roles,
     )  # fmt: skip
 

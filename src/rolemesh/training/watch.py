@@ -39,9 +39,18 @@ async def _watch(run: TrainingRun) -> None:
         workers = await run.session.status()
         found = status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers)
         run.directory.write_status(found | {"pools": run.session.devices()})
+        _leave_in_time(run, workers)
         for group in slow.due(workers, time.time()):
             run.recorder.note(await describe(run.session.groups[group], run.config.deadlines.call))
         await run.session.backend.sleep(STATUS_SECONDS)
+
+
+def _leave_in_time(run: TrainingRun, workers: Sequence[Mapping[str, Any]]) -> None:
+    """A worker that was told to end (its machine is about to go) ends the run as a signal to the driver does: after the step, saved."""
+    leaving = [f"{entry['group']} rank {entry['rank']}" for entry in workers if entry["leaving"]]
+    if leaving and not run.interrupted:
+        run.interrupted = True
+        run.recorder.note(f"{', '.join(leaving)} got SIGTERM: finishing this step, then saving")
 
 
 class SlowCalls:

@@ -29,10 +29,11 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, Problem, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
+from rolemesh.runtime.janitor_process import PROCESS
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_nodes
@@ -54,8 +55,9 @@ GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 class RayBackend:
     """Backend on Ray. `address` is None for a cluster of this run alone, on this machine, that ends with it.
 
-    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests). With `detached` pools,
-    processes and stores outlive this one, if it ends without freeing them, and another controller can take them over.
+    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests). What is made for the `run` ends
+    with this process, however that ends; with `detached` pools, processes and stores live on, and another controller of the same run can
+    take them over within `time_to_live` seconds.
     """
 
     name = "ray"
@@ -68,12 +70,24 @@ class RayBackend:
         num_gpus: int | None = None,
         object_store_bytes: int | None = None,
         pythonpath: Sequence[str] = (),
+        run: str | None = None,
         detached: bool = False,
+        time_to_live: float = 900,
     ) -> None:
         self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
         self._lifetime = "detached" if detached else None
+        self._kept = False
+        """Something was detached: it lives on when this process leaves."""
+        if detached and run is None:
+            raise ConfigError.one("run", "is needed for what is detached", "none", "Name it; whoever takes over gives the same name")
         self._cluster = RayCluster(
-            address, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes, pythonpath=pythonpath
+            address,
+            run=run,
+            time_to_live=time_to_live if detached else 0,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_bytes=object_store_bytes,
+            pythonpath=pythonpath,
         )
         self._groups: dict[str, dict[int, PlacementGroup]] = {}
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
@@ -115,8 +129,11 @@ class RayBackend:
             await self.release_pool(name)
 
     def stop(self) -> None:
-        """End the cluster if it is this run's own, else leave it."""
-        self._cluster.stop()
+        """End what is left on this machine, the cluster too if it is this run's own, else leave that."""
+        if self._kept:
+            self._cluster.leave()
+        else:
+            self._cluster.stop()
 
     # -- resources ------------------------------------------------------------------------------------------------------------
 
@@ -179,6 +196,7 @@ class RayBackend:
             _remove(there)
             return None
         self._groups[name], self._bundles[name] = groups, tuple(bundles)
+        self._kept = False
         found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
         return [process for process in found if process is not None]
 
@@ -195,6 +213,7 @@ class RayBackend:
         return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=newest)
 
     def detach(self, name: str) -> None:
+        self._kept = True
         self._groups.pop(name, None)
         self._bundles.pop(name, None)
         self._stores = [store for store in self._stores if store.run != name]
@@ -218,7 +237,7 @@ class RayBackend:
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": dict(spec.env)},
+            runtime_env={"env_vars": {**spec.env, PROCESS: spec.name}},
         )
         try:
             actor = await named(lambda: host.remote(spec), ends)

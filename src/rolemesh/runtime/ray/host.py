@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -12,6 +14,8 @@ import ray
 
 from rolemesh.protocols.backend import Call, Failure, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.host import ProcessHost
+from rolemesh.runtime.janitor import JanitorLink
+from rolemesh.runtime.janitor_process import PROCESS, RUN
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
@@ -22,8 +26,14 @@ class RayHost:
         if spec.log_path:
             _redirect_output(spec.log_path)
         self._spec = spec
+        self._janitor = JanitorLink(os.environ[RUN], "work", process=os.environ[PROCESS])
         self._address = ray.util.get_node_ip_address()
         self._host = ProcessHost(spec.name, self._address, shared=False)
+        signal.signal(signal.SIGTERM, self._leave)  # as before a preemption: the run ends in order, and ends this process
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._host.leaving = True
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def who(self) -> tuple[ProcessSpec, str, str, int, float]:

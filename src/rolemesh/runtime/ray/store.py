@@ -115,7 +115,8 @@ class RayStoreLink:
 
     async def restart(self, deadline: float) -> None:
         await self.stop()
-        self._life = max(self._life + 1, time.time_ns() // 1_000_000)  # higher than any before, whoever started it
+        clock = time.time_ns() // 1_000_000 if self._lifetime else 0  # higher than any before, whoever started that
+        self._life = max(self._life + 1, clock)
         ends = time.monotonic() + deadline
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         store = RayStore.options(  # type: ignore[attr-defined]
