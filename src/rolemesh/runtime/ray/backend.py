@@ -156,12 +156,8 @@ class RayBackend:
         bundle = self._bundles[spec.pool][spec.bundle]
         index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
         strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
-        actor = RayHost.options(  # type: ignore[attr-defined]
-            num_cpus=bundle.cpus,
-            num_gpus=bundle.gpus,
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": dict(spec.env)},
-        ).remote(spec.name, spec.log_path)
+        options = RayHost.options(num_cpus=bundle.cpus, num_gpus=bundle.gpus, scheduling_strategy=strategy)  # type: ignore[attr-defined]
+        actor = options.remote(spec.name, spec.log_path, dict(spec.env))
         try:
             node, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
         except BaseException:  # also when nobody waits for it any more: it must not start later
@@ -182,7 +178,11 @@ class RayBackend:
             ) from failure.error  # fmt: skip
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        numbers = others = None
+        if call.writes:
+            answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        else:
+            answered = process.handle.answer.remote(flat_call(call), *blocks)
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Reply] = loop.create_future()
         answered.future().add_done_callback(partial(_hand_over, loop, reply, process))

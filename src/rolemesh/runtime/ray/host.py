@@ -18,7 +18,8 @@ from rolemesh.runtime.host import ProcessHost
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, name: str, log_path: str) -> None:
+    def __init__(self, name: str, log_path: str, env: dict[str, str]) -> None:
+        os.environ.update(env)  # before anything that reads it is imported; Ray would start a process for each set of variables
         if log_path:
             _redirect_output(log_path)
         self._address = ray.util.get_node_ip_address()
@@ -37,6 +38,10 @@ class RayHost:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
         reply, written = self._host.execute(Call(*call), blocks)
         return flat_reply(reply), *written
+
+    def answer(self, call: list[Any], *blocks: Any) -> list[Any]:
+        """`execute` of a method that writes nothing."""
+        return flat_reply(self._host.execute(Call(*call), blocks)[0])
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, request: str, kwargs: dict[str, Any]) -> Any:
