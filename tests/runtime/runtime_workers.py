@@ -70,6 +70,19 @@ class Adder(Worker):
         self.count += 1
         return self.count
 
+    @register(dispatch="all", mutates=True)
+    def count_after(self, gates: str) -> int:
+        """Count once a file is there that is named by this process."""
+        ends = time.monotonic() + 60
+        while not os.path.exists(f"{gates}/{os.getpid()}"):
+            assert time.monotonic() < ends, "nobody opened the gate"
+            time.sleep(0.01)
+        return self.count_up()
+
+    @register(dispatch="all")
+    def counted(self) -> int:
+        return self.count
+
     @register(dispatch="all")
     def loads_seen(self) -> int:
         return self.loads
@@ -150,6 +163,19 @@ class Summer(Worker):
     @register(dispatch="all")
     def pid(self) -> int:
         return os.getpid()
+
+
+class SlowToLoad(Worker):
+    """Rank 1 takes its time, and says in the KV store when it is there."""
+
+    def load(self) -> None:
+        if self.context.rank == 1:
+            time.sleep(1.5)
+        self.kv.put(f"loaded/{self.context.rank}", self.context.group)
+
+    @register(dispatch="all")
+    def speaks_for(self) -> tuple[str, str, int]:
+        return self.kv._store.owner, self.kv._store.group, self.kv.generation
 
 
 class Registrar(Worker):

@@ -127,7 +127,7 @@ def test_S16_a_process_that_starts_too_slowly_ends_the_create_at_its_deadline() 
         pool = await Pool.of_slots(backend, "pool", [2])
         await pool.create(deadline=1)
         group = WorkerGroup("adders", Adder, pool, [0, 1])
-        with pytest.raises(DeadlineExceeded, match=r"the controller waited 60\.0 s for process pool-0 to start"):
+        with pytest.raises(DeadlineExceeded, match=r"the controller waited 60\.0 s for process pool-0.1 to start"):
             await group.create(deadline=60)
         assert backend.time() == 60
         await group.create(deadline=HOUR)
@@ -210,7 +210,7 @@ def test_B01_a_process_that_dies_in_a_call_is_named_and_replaced() -> None:
         assert [await group.count_up() for _ in range(2)] == [[1, 1], [2, 2]]
         with pytest.raises(WorkerDied) as caught:
             await group.count_up()
-        assert "adders rank 1 (node sim-0, pid 2) in count_up(): Killed: process pool-1 died in adders.count_up" in str(caught.value)
+        assert "adders rank 1 (node sim-0, pid 2) in count_up(): Killed: process pool-1.1 died in adders.count_up" in str(caught.value)
         assert backend.time() == 250 + UNWIND_SECONDS, "it died in the middle of the call, and rank 0 had not done its part yet"
         with pytest.raises(WorkerDied, match="is gone"):
             await group.call("count_up", ranks=(1,))
@@ -240,7 +240,7 @@ def test_ending_a_process_tells_who_waits_for_it_at_once() -> None:
         waiting = asyncio.ensure_future(group.first())
         await asyncio.sleep(60)
         await group.pool.kill(0)
-        with pytest.raises(WorkerDied, match=r"adders rank 0 .* process pool-0 was ended"):
+        with pytest.raises(WorkerDied, match=r"adders rank 0 .* process pool-0.1 was ended"):
             await waiting
         assert backend.time() == 60
 

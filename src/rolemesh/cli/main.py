@@ -53,6 +53,17 @@ def train(
     running.train(arguments or [], resume, runs_dir)
 
 
+@app.command(name="set")
+def change(
+    run: Annotated[str, typer.Argument(help="Run: path, name or its beginning.")],
+    overrides: Annotated[list[str], typer.Argument(metavar="key=value ...", help="Options, such as trainer.steps=300.")],
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer of the run.")] = 60.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Change options of a run while it trains, from its next step on: steps, intervals, temperature, KL coefficient."""
+    running.change(run, overrides, deadline, runs_dir)
+
+
 @app.command()
 def sft(arguments: Arguments = None) -> None:
     """Supervised fine-tuning by the `sft` section of a recipe; leaves a Hugging Face folder in the run directory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
@@ -28,7 +29,12 @@ class Helper:
     each_node: bool = False
 
 
-def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = None, *, helpers: Sequence[Helper] = ()) -> Plan:
+KV_STORE: Final = "kv store"
+HELPERS: Final = (Helper(name=KV_STORE),)
+"""What every run has."""
+
+
+def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = None, *, helpers: Sequence[Helper] = HELPERS) -> Plan:
     """Place every worker of the run on the nodes, or say why that is impossible: `problems` holds all that keeps it from starting.
 
     Helpers get the nodes that workers use and no others, so what binds a pool binds them. Expects a config that `check_config` accepts;

@@ -10,7 +10,9 @@ import ipaddress
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +45,26 @@ def _usable_cpus() -> float:
     if hasattr(os, "sched_getaffinity"):
         return float(len(os.sched_getaffinity(0)))
     return float(os.cpu_count() or 1)
+
+
+def held_as_free(inventory: Inventory, run: str) -> Inventory:
+    """The nodes for a run that goes on: what is reserved under its own names, `RUN/...`, it will take over or give back."""
+    return replace(inventory, nodes=tuple(_held_as_free(node, f"{run}/") for node in inventory.nodes))
+
+
+def _held_as_free(node: NodeInfo, prefix: str) -> NodeInfo:
+    mine = Counter[str]()
+    for name, amounts in node.holders.items():
+        if name.startswith(prefix):
+            mine.update(amounts)
+    free = node.free_resources
+    return replace(
+        node,
+        free_cpus=None if node.free_cpus is None else node.free_cpus + mine["CPU"],
+        free_gpus=None if node.free_gpus is None else node.free_gpus + mine["GPU"],
+        free_resources=None if free is None else {name: free.get(name, 0) + mine[name] for name in node.resources},
+        holders={name: amounts for name, amounts in node.holders.items() if not name.startswith(prefix)},
+    )
 
 
 _NO_MEMORY_LIMIT: Final = 1 << 62

@@ -8,7 +8,7 @@ backend, so a simulated backend can make it virtual. Only backend files may bloc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -19,9 +19,9 @@ from rolemesh.protocols.store import StoreLink
 
 T = TypeVar("T")
 
-Capability = Literal["processes", "communicators", "preempt"]
+Capability = Literal["processes", "communicators", "preempt", "detach"]
 """`processes`: workers have processes of their own and can be killed; `communicators`: several ranks can form a process group;
-`preempt`: a stuck call does not stop the control thread."""
+`preempt`: a stuck call does not stop the control thread; `detach`: pools outlive the controller, and another one can take them over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class ProcessSpec:
     """A process to start: its unique name, where, and what it may use."""
 
     name: str
+    """`POOL-BUNDLE.N`, the N-th of its bundle."""
     pool: str
     bundle: int
     """Which of the pool's bundles (slots first, then processes of their own) it occupies."""
@@ -59,6 +60,20 @@ class Process:
     created: float = 0.0
     """When it started (psutil's create_time): with the pid, what tells it from a later process of the same number."""
     handle: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """A worker to make in a process."""
+
+    group: str
+    worker_class: type
+    context: Any
+    kwargs: Mapping[str, Any]
+    epoch: int = 1
+    """Of the controller that asks for it."""
+    make: str = ""
+    """Workers with equal ones are equal as they are made; empty where nobody can tell."""
 
 
 class Call(NamedTuple):
@@ -109,13 +124,24 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A worker as its process knows it: how it was made, and the (epoch, generation) that it serves."""
+
+    make: str
+    whole: bool
+    """It was loaded, and no call that changes it has failed or begun since without ending."""
+    epoch: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a control thread says of its process."""
 
     pid: int
     node: str
-    workers: tuple[str, ...]
-    """Groups that have a worker here."""
+    workers: Mapping[str, Resident]
+    """By group."""
     state: Literal["idle", "computing"]
     call: str
     """`group.method` under way, or empty."""
@@ -140,6 +166,11 @@ class Backend(Protocol):
 
     name: str
     lacks: frozenset[Capability]
+
+    @property
+    def address(self) -> str:
+        """Where others find its cluster, once it runs; empty where nobody can."""
+        ...
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run the controller to its end on a loop of the backend's choice."""
@@ -167,9 +198,20 @@ class Backend(Protocol):
         """Start an empty host in a bundle of a pool."""
         ...
 
-    async def add_worker(
-        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
-    ) -> None:
+    async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
+        """Take over a pool that another controller reserved: these bundles on these nodes. Returns the newest process of each bundle
+        that answers; others are killed. None when there is no such pool; one of this name that is different is given back first."""
+        ...
+
+    def detach(self, name: str) -> None:
+        """Let go of a pool, or of the store of a run, by name: it stays as it is, with its processes, and `close` frees it no more."""
+        ...
+
+    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+        """Give back the pools under names with this prefix that another controller left, but for those to keep, with all processes."""
+        ...
+
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
         """Make a worker in the process. Raises WorkerError with the original exception."""
         ...
 
@@ -178,7 +220,7 @@ class Backend(Protocol):
         ...
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
-        """Ask the control thread (`report`, `abort`; see `ProcessHost.control`). Answers also while a call computes."""
+        """Ask the control thread (`report`, `abort`, `take`; see `ProcessHost.control`). Answers also while a call computes."""
         ...
 
     def put(self, value: Any) -> Any:
@@ -198,7 +240,12 @@ class Backend(Protocol):
         ...
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> StoreLink:
-        """Start the KV store of a run, on that node or else beside the controller, and return the way to it. `close` ends it."""
+        """Start the KV store of a run, on that node or else beside the controller, and return the way to it. `close` ends it. Where it
+        outlives its controller, the store of an earlier one is taken over, with all that it knows."""
+        ...
+
+    def find_store(self, run: str) -> StoreLink:
+        """The way to the KV store of a run that another controller of the same cluster has started."""
         ...
 
     async def close(self) -> None:

@@ -22,10 +22,13 @@ from typing import Any, TypeVar
 
 from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
-from rolemesh.observe import Metrics, Span
-from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report
+from rolemesh.observe import Journal, Metrics, Span
+from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report, WorkerSpec
+from rolemesh.protocols.store import StoreLink
 from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
+from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
+from rolemesh.runtime.pool_view import PoolView
 from rolemesh.runtime.stored import Stored, take_out
 from rolemesh.runtime.worker import Settled, Worker, WorkerContext, registered_methods, settled_methods
 
@@ -84,25 +87,33 @@ class WorkerGroup:
     """Workers of one class, rank i in `bundles[i]` of the pool. Subclass it to add calls of your own.
 
     `worker_kwargs` go to every worker's constructor. `epoch` is the controller's; the group's `generation` rises with every `init` of
-    its communicator, and workers refuse calls of older ones.
+    its communicator, and workers refuse calls of older ones. With a `journal` both are the journal's: so they rise over the death of a
+    controller too, and the next one can take over pool and workers.
     """
 
     name: str
     worker_class: type[Worker]
-    pool: Pool
+    pool: Pool | PoolView
     bundles: Sequence[int]
     worker_kwargs: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     epoch: int = 1
+    journal: Journal | None = None
     tensor_parallel: int = 1
     run_dir: str = ""
+    store: StoreLink | None = None
+    """The way to the run's KV store, for workers that use it."""
     observer: Callable[[CallRecord], None] = _observe_nothing
     generation: int = field(default=0, init=False)
     _joined: bool = field(default=False, init=False)
     """The ranks have a communicator that was not cut."""
     _methods: dict[str, Settled] = field(init=False)
+    _found: set[int] = field(default_factory=set, init=False)
+    """Ranks whose worker was found as it would be made, and loaded."""
 
     def __post_init__(self) -> None:
+        if self.journal is not None:
+            self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -135,7 +146,8 @@ class WorkerGroup:
         return process
 
     async def create(self, deadline: float = 60.0) -> None:
-        """Start the processes and make the workers in them. Raises DeadlineExceeded, ResourceError or the worker's own error."""
+        """Start the processes and make the workers in them. In processes that the pool took over, workers stay that are as they would be
+        made, loaded and in order. Raises DeadlineExceeded, ResourceError or the worker's own error."""
         await together(self._create(rank, deadline) for rank in range(self.world_size))
         for rank, bundle in enumerate(self.bundles):
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
@@ -143,7 +155,15 @@ class WorkerGroup:
     async def _create(self, rank: int, deadline: float) -> None:
         process = await self.pool.process(self.bundles[rank], deadline)
         context = self._context(rank, process)
-        await self.pool.backend.add_worker(process, self.name, self.worker_class, context, self.worker_kwargs, deadline)
+        make = make_of(self.worker_class, context, self.worker_kwargs)
+        found = self.pool.resident(self.bundles[rank], self.name)
+        if found is not None and found.whole and make and found.make == make:
+            self._found.add(rank)
+            return
+        spec = WorkerSpec(
+            group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
+        )
+        await self.pool.backend.add_worker(process, spec, deadline)
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         places = [self.pool.bundles[bundle] for bundle in self.bundles]
@@ -159,11 +179,14 @@ class WorkerGroup:
             process=process.spec.name,
             gpus=places[rank].gpus,
             run_dir=self.run_dir,
+            store=self.store,
         )
 
     async def init(self, retries: int = 1) -> None:
-        """Load models (each worker retried by itself), then form the communicator (retried as a group, each time anew)."""
-        await together(self._load(rank, retries) for rank in range(self.world_size))
+        """Load models (each worker retried by itself; not those that were found loaded), then form the communicator (retried as a group,
+        each time anew)."""
+        await together(self._load(rank, retries) for rank in range(self.world_size) if rank not in self._found)
+        self._found.clear()
         if self._communicates:
             await self.rejoin(retries)
 
@@ -181,7 +204,7 @@ class WorkerGroup:
     async def rejoin(self, retries: int = 1) -> None:
         """Form the communicator anew under a new generation, for example after a rank was replaced."""
         for attempt in range(retries + 1):
-            self.generation += 1
+            self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
             try:
                 rendezvous = await self.call("open_rendezvous", self.generation, self.deadlines.join, deadline=self.deadlines.join)
                 await self.call("join", rendezvous, self.deadlines.join, self.deadlines.call, deadline=self.deadlines.join * 2)
@@ -376,6 +399,19 @@ class WorkerGroup:
         asked = (self._control(rank, "report", stack=stack) for rank in range(self.world_size))
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
         return found
+
+    async def unready(self) -> str:
+        """For a group that is being created or initialised: which ranks have no process yet, and what the others compute; empty when
+        nothing is under way."""
+        places = [self.pool.latest(bundle) for bundle in self.bundles]
+        missing = [str(rank) for rank, process in enumerate(places) if process is None]
+        started = [rank for rank, process in enumerate(places) if process is not None]
+        reports = await asyncio.gather(*(self._control(rank, "report") for rank in started), return_exceptions=True)
+        told = [f"rank {', '.join(missing)} has not started"] if missing else []
+        for rank, report in zip(started, reports, strict=True):
+            if isinstance(report, BaseException) or report.call:
+                told.append(f"rank {rank} {_tell(report)}")
+        return "; ".join(told)
 
     async def abort(self) -> None:
         """Free every rank that is blocked in a collective: control threads cut this group's communicator. `rejoin` makes a new one."""

@@ -19,11 +19,11 @@ from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
-from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
+from rolemesh.observe import Journal, RunDirectory, read_journal, read_json_lines, write_json, write_text
 from rolemesh.plan import Inventory, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.training import checkpoint as checkpoints
-from rolemesh.training import phases
+from rolemesh.training import phases, settings, watch
 from rolemesh.training.loop import train
 from rolemesh.training.preflight import Prepared, prepare
 from rolemesh.training.recorder import Display, Recorder
@@ -33,7 +33,6 @@ from rolemesh.training.session import Session, python_path
 T = TypeVar("T")
 Loop = Callable[[TrainingRun], Awaitable[None]]
 """Takes a run that stands ready to its end; `loop.train` is the usual one."""
-STATUS_SECONDS = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run."""
 
@@ -43,7 +42,9 @@ def backend_for(config: Config, inventory: Inventory) -> Backend:
     if config.backend == "local":
         return create_backend("local")
     cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
-    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, pythonpath=python_path())
+    cluster = config.cluster
+    own = {"num_cpus": math.ceil(cpus), "num_gpus": gpus} if cluster.address is None else {}
+    return create_backend("ray", address=cluster.address, detached=cluster.detached, pythonpath=python_path(), **own)
 
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
@@ -127,6 +128,7 @@ def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
     folder, skipped = checkpoints.newest(directory)
     state = checkpoints.read_state(folder)
     directory.read_metrics()
+    read_journal(directory.journal)
     done, steps = state["progress"].get("step", 0), prepared.config.trainer.steps
     if steps < done:
         remedy = f"Set trainer.steps above {done} to train on"
@@ -195,27 +197,30 @@ async def open_run(
     config = prepared.config
     dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
     recorder = Recorder(directory, config, display)
+    journal = Journal(directory.journal)
     outcome = "failed"
     cause: Exception | None = None
     progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
     try:
         if checkpoint is None:
             _write_plan(prepared, directory)
-        directory.write_status(_status(directory, config, progress, "starting", "starting", []))
-        for warning in prepared.plan.warnings:
+        write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
+        directory.write_status(watch.status(directory, config, progress, "starting", "starting", []))
+        for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
             recorder.note(warning)
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
-            observer=recorder.observe, announce=recorder.announce, roles=roles,
+            observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal,
         )  # fmt: skip
         async with session:
             run = TrainingRun(
                 config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
                 prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set, progress=progress,
+                cursor=prepared.prompts.state(),
             )  # fmt: skip
             if checkpoint is not None:
                 await _restore(run, prepared, checkpoint, dropped)
-            async with _watched(run):
+            async with watch.watched(run), settings.followed(run):
                 yield run
             outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:
@@ -230,8 +235,9 @@ async def open_run(
         try:
             with _writing(directory, cause):
                 recorder.events.write("end", "run", outcome)
-                directory.write_status(_status(directory, config, progress, outcome, recorder.phase, []))
+                directory.write_status(watch.status(directory, config, progress, outcome, recorder.phase, []))
         finally:
+            journal.close()
             recorder.close()
             display.stop()
 
@@ -277,41 +283,6 @@ async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint,
     details = {"step": run.progress.step, "dropped_rows": dropped, "changed_options": checkpoint.changed}
     run.recorder.events.write("prepare", str(checkpoint.folder), "resumed", message=text, **details)
     run.recorder.display.note(text + (f"; changed sections: {', '.join(checkpoint.changed)}" if checkpoint.changed else ""))
-
-
-@asynccontextmanager
-async def _watched(run: TrainingRun) -> AsyncIterator[None]:
-    """Keep `status.json` fresh for `rolemesh status` meanwhile."""
-    watch = asyncio.ensure_future(_watch(run))
-    try:
-        yield
-    finally:
-        watch.cancel()
-        (ended,) = await asyncio.gather(watch, return_exceptions=True)
-        if isinstance(ended, Exception):
-            run.recorder.note(f"status.json was not kept up to date: {type(ended).__name__}: {ended}")
-
-
-async def _watch(run: TrainingRun) -> None:
-    while True:
-        workers = await run.session.status()
-        run.directory.write_status(_status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers))
-        await run.session.backend.sleep(STATUS_SECONDS)
-
-
-def _status(
-    directory: RunDirectory, config: Config, progress: Progress, state: str, phase: str, workers: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "run": directory.name,
-        "state": state,
-        "pid": os.getpid(),
-        "time": time.time(),
-        "step": progress.step,
-        "steps": config.trainer.steps,
-        "phase": phase,
-        "workers": workers,
-    }
 
 
 def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def _encoded(prepared: Prepared, prompts: Sequence[str]) -> list[list[int]]:
 
 def _session(prepared: Prepared, backend: Backend, roles: Sequence[str]) -> Session:
     return Session(
-        prepared.config, prepared.plan, backend, run_id=f"task-{id(prepared):x}", run_dir=None, tokenizer=prepared.tokenizer,
+        prepared.config, prepared.plan, backend, run_id=f"task-{uuid.uuid4().hex[:12]}", run_dir=None, tokenizer=prepared.tokenizer,
         observer=_ignore_call, announce=_ignore_event, roles=roles,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -32,16 +32,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_nodes
+from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
 from rolemesh.runtime.ray.waiting import first_lines, plain, within
 
 T = TypeVar("T")
 NODE_LABEL = "ray.io/node-id"
 LOG_TAIL_LINES = 20
+ANSWER_SECONDS = 10.0
+"""How long a process that is to be taken over gets to answer."""
 KILL_SECONDS = 1.0
 """How long Ray gets to end a process itself; one ended behind its back it reports as a crash, on everybody's screen."""
 GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
@@ -51,11 +54,11 @@ GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 class RayBackend:
     """Backend on Ray. `address` is None for a cluster of this run alone, on this machine, that ends with it.
 
-    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests).
+    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests). With `detached` pools,
+    processes and stores outlive this one, if it ends without freeing them, and another controller can take them over.
     """
 
     name = "ray"
-    lacks: frozenset[Capability] = frozenset()
 
     def __init__(
         self,
@@ -65,7 +68,10 @@ class RayBackend:
         num_gpus: int | None = None,
         object_store_bytes: int | None = None,
         pythonpath: Sequence[str] = (),
+        detached: bool = False,
     ) -> None:
+        self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
+        self._lifetime = "detached" if detached else None
         self._cluster = RayCluster(
             address, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes, pythonpath=pythonpath
         )
@@ -79,6 +85,10 @@ class RayBackend:
         """Join the cluster, or start one. Called by the first `run`."""
         self._cluster.start()
 
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         self.start()
         return asyncio.run(main)
@@ -90,10 +100,13 @@ class RayBackend:
         await asyncio.sleep(seconds)
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
-        link = RayStoreLink(run)
+        link = RayStoreLink(run, lifetime=self._lifetime)
         self._stores.append(link)
-        await link.restart(deadline)
+        await link.start(deadline)
         return link
+
+    def find_store(self, run: str) -> RayStoreLink:
+        return RayStoreLink(run)
 
     async def close(self) -> None:
         while self._stores:
@@ -121,7 +134,10 @@ class RayBackend:
         for node in sorted({bundle.node for bundle in bundles}):
             shares = [_resources(bundle) for bundle in bundles if bundle.node == node]
             selector = [{NODE_LABEL: ids[nodes[node].name]}] * len(shares)
-            groups[node] = placement_group(shares, strategy="PACK", name=f"{name}@{node}", bundle_label_selector=selector)
+            groups[node] = placement_group(
+                shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime,
+                bundle_label_selector=selector,
+            )  # fmt: skip
         ends = self.time() + deadline
         for group in groups.values():
             if not await _placed(group, ends - self.time()):
@@ -150,29 +166,79 @@ class RayBackend:
             remove_placement_group(group)
         self._bundles.pop(name, None)
 
+    async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
+        there = (await reserved(name)).get(name, [])
+        ids = {info.name: node_id for node_id, info in (await find_nodes()).items()}
+        groups: dict[int, PlacementGroup] = {}
+        for node in {bundle.node for bundle in bundles}:
+            shares = [_resources(bundle) for bundle in bundles if bundle.node == node]
+            standing = next((found.group for found in there if found.holds(ids.get(nodes[node].name, ""), shares)), None)
+            if standing is not None:
+                groups[node] = standing
+        if not groups or len(groups) != len(there) or groups.keys() != {bundle.node for bundle in bundles}:
+            _remove(there)
+            return None
+        self._groups[name], self._bundles[name] = groups, tuple(bundles)
+        found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
+        return [process for process in found if process is not None]
+
+    async def _living(self, numbered: Sequence[tuple[int, Any]], deadline: float) -> Process | None:
+        """The newest process of a bundle, unless it does not answer. The others are killed."""
+        *older, (_, newest) = numbered
+        for _, actor in older:
+            ray.kill(actor, no_restart=True)
+        try:
+            spec, node, address, pid, created = await within(min(deadline, ANSWER_SECONDS), newest.who.remote())
+        except (RayError, TimeoutError):
+            ray.kill(newest, no_restart=True)
+            return None
+        return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=newest)
+
+    def detach(self, name: str) -> None:
+        self._groups.pop(name, None)
+        self._bundles.pop(name, None)
+        self._stores = [store for store in self._stores if store.run != name]
+
+    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+        for name, groups in (await reserved(prefix)).items():
+            if name not in keep:
+                _remove(groups)
+
     # -- processes ------------------------------------------------------------------------------------------------------------
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
         bundle = self._bundles[spec.pool][spec.bundle]
         index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
         strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
-        options = RayHost.options(num_cpus=bundle.cpus, num_gpus=bundle.gpus, scheduling_strategy=strategy)  # type: ignore[attr-defined]
-        actor = options.remote(spec.name, spec.log_path, dict(spec.env))
+        ends = self.time() + deadline
+        host = RayHost.options(  # type: ignore[attr-defined]
+            name=spec.name,
+            namespace=NAMESPACE,
+            lifetime=self._lifetime,
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            scheduling_strategy=strategy,
+        )
         try:
-            node, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
+            actor = await named(lambda: host.remote(spec), ends)
+        except TimeoutError as error:
+            raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
+        try:
+            answer = actor.who.remote()
+            _, node, address, pid, created = await self._settle(answer, ends - self.time(), f"process {spec.name} to start", spec)
         except BaseException:  # also when nobody waits for it any more: it must not start later
             ray.kill(actor, no_restart=True)
             raise
         return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=actor)
 
-    async def add_worker(
-        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
-    ) -> None:
-        ref = process.handle.add_worker.remote(group, worker_class, context, dict(kwargs))
-        failure = await self._settle(ref, deadline, f"{group} rank {context.rank} to be made", process.spec, process)
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
+        rank = spec.context.rank
+        failure = await self._settle(
+            process.handle.add_worker.remote(spec), deadline, f"{spec.group} rank {rank} to be made", process.spec, process
+        )
         if failure is not None:
             raise WorkerError(
-                group=group, rank=context.rank, node=process.node, pid=process.pid, method="__init__",
+                group=spec.group, rank=rank, node=process.node, pid=process.pid, method="__init__",
                 original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
                 log_path=process.spec.log_path,
             ) from failure.error  # fmt: skip
@@ -226,10 +292,10 @@ class RayBackend:
 def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
     """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, reply, process, answered)
+        loop.call_soon_threadsafe(_resolve, reply, process, answered)
 
 
-def _settle(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+def _resolve(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
     error = answered.exception(timeout=0)
     if reply.done():  # cancelled
         return
@@ -241,6 +307,12 @@ def _settle(reply: asyncio.Future[Reply], process: Process, answered: Future[Any
         told.__cause__ = error
     reply.set_exception(told)
     reply.exception()  # seen: the controller may have stopped waiting, and asyncio would report it as lost
+
+
+def _remove(groups: Iterable[Reserved]) -> None:
+    """Ray ends what runs in them."""
+    for found in groups:
+        remove_placement_group(found.group)
 
 
 async def _placed(group: PlacementGroup, seconds: float) -> bool:
@@ -256,8 +328,10 @@ def _resources(bundle: Bundle) -> dict[str, float]:
 
 
 def _failed(process: Process, error: RayError) -> RolemeshError:
-    """What a Ray error means for a call: data that is gone, a process that is gone, or an error around the method (pickling)."""
+    """What a Ray error means for a call: data or a process that is gone, an error of ours, or one around the method (pickling)."""
     cause = _cause(error)
+    if isinstance(cause, RolemeshError):
+        return cause
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
     if not isinstance(error, GONE):

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from rolemesh.errors import RolemeshError
-from rolemesh.runtime.ray.store import NAMESPACE
+from rolemesh.runtime.ray.standing import NAMESPACE
 from rolemesh.runtime.ray.waiting import first_lines
 
 
@@ -58,6 +58,11 @@ class RayCluster:
             options["address"] = self._address
         self._started = True  # even if the start is interrupted: then there is something to end
         _start_ray(options)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the cluster that was joined or started; empty before."""
+        return str(ray.get_runtime_context().gcs_address) if self._started else ""
 
     def stop(self) -> None:
         """End the cluster if it is this run's own, else leave it."""

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import ray
 
-from rolemesh.protocols.backend import Call, Failure, Reply
+from rolemesh.protocols.backend import Call, Failure, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.host import ProcessHost
 
 
@@ -18,20 +18,21 @@ from rolemesh.runtime.host import ProcessHost
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, name: str, log_path: str, env: dict[str, str]) -> None:
-        os.environ.update(env)  # before anything that reads it is imported; Ray would start a process for each set of variables
-        if log_path:
-            _redirect_output(log_path)
+    def __init__(self, spec: ProcessSpec) -> None:
+        os.environ.update(spec.env)  # before what reads it is imported; Ray would start a process for each set of variables
+        if spec.log_path:
+            _redirect_output(spec.log_path)
+        self._spec = spec
         self._address = ray.util.get_node_ip_address()
-        self._host = ProcessHost(name, self._address, shared=False)
+        self._host = ProcessHost(spec.name, self._address, shared=False)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def who(self) -> tuple[str, str, int, float]:
-        """(node, address, pid, when this process started)."""
-        return self._host.node, self._address, os.getpid(), psutil.Process().create_time()
+    def who(self) -> tuple[ProcessSpec, str, str, int, float]:
+        """(as what it was started, node, address, pid, when this process started)."""
+        return self._spec, self._host.node, self._address, os.getpid(), psutil.Process().create_time()
 
-    def add_worker(self, group: str, worker_class: type, context: Any, kwargs: dict[str, Any]) -> Failure | None:
-        return self._host.add_worker(group, worker_class, context, kwargs)
+    def add_worker(self, spec: WorkerSpec) -> Failure | None:
+        return self._host.add_worker(spec)
 
     @ray.method(num_returns=3)  # type: ignore[untyped-decorator]
     def execute(self, call: list[Any], *blocks: Any) -> tuple[list[Any], Any, Any]:
