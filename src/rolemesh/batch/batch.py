@@ -261,8 +261,8 @@ class Batch:
     # -- storage ------------------------------------------------------------------------------------------------------------
 
     def compact(self) -> Self:
-        """The same rows in memory of their own, so that a slice no longer keeps its parent alive."""
-        return self._of(arrays.from_ipc(arrays.to_ipc(self._table)))
+        """The same rows in one piece and in memory that holds little else: a slice no longer keeps its parent alive. Copies only then."""
+        return self if arrays.is_compact(self._table) else self._of(arrays.from_ipc(arrays.to_ipc(self._table)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_ipc, (type(self), arrays.to_ipc(self._table))

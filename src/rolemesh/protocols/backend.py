@@ -92,6 +92,8 @@ class Call(NamedTuple):
     """How to put the batch argument together from the fetched blocks; None when the method takes no batch."""
     batch_blocks: int = 0
     """How many of the blocks belong to the batch; those of other stored arguments follow."""
+    writes: bool = True
+    """False where the answer has no blocks, which is cheaper to know beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -309,6 +309,7 @@ class WorkerGroup:
             kwargs=kwargs,
             assembly=assembly,
             batch_blocks=len(refs),
+            writes=bool(registered.writes) or registered.stores,
         )
         return call, [*refs, *stored]
 

@@ -33,7 +33,6 @@ from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, Problem, Re
 from rolemesh.plan.inventory import order_nodes
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
-from rolemesh.runtime.janitor_process import PROCESS
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_nodes
@@ -237,7 +236,6 @@ class RayBackend:
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": {**spec.env, PROCESS: spec.name}},
         )
         try:
             actor = await named(lambda: host.remote(spec), ends)
@@ -264,7 +262,11 @@ class RayBackend:
             ) from failure.error  # fmt: skip
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        numbers = others = None
+        if call.writes:
+            answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        else:
+            answered = process.handle.answer.remote(flat_call(call), *blocks)
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Reply] = loop.create_future()
         answered.future().add_done_callback(partial(_hand_over, loop, reply, process))
@@ -305,19 +307,13 @@ class RayBackend:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
-def _remove(groups: Iterable[Reserved]) -> None:
-    """Ray ends what runs in them."""
-    for found in groups:
-        remove_placement_group(found.group)
-
-
 def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
     """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, reply, process, answered)
+        loop.call_soon_threadsafe(_resolve, reply, process, answered)
 
 
-def _settle(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+def _resolve(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
     error = answered.exception(timeout=0)
     if reply.done():  # cancelled
         return
@@ -329,6 +325,12 @@ def _settle(reply: asyncio.Future[Reply], process: Process, answered: Future[Any
         told.__cause__ = error
     reply.set_exception(told)
     reply.exception()  # seen: the controller may have stopped waiting, and asyncio would report it as lost
+
+
+def _remove(groups: Iterable[Reserved]) -> None:
+    """Ray ends what runs in them."""
+    for found in groups:
+        remove_placement_group(found.group)
 
 
 async def _placed(group: PlacementGroup, seconds: float) -> bool:

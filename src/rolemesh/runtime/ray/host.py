@@ -23,10 +23,13 @@ class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
     def __init__(self, spec: ProcessSpec) -> None:
+        # Before what reads them is imported, and before there are children, which inherit the mark. Ray itself would start a process anew
+        # for each set of variables.
+        os.environ.update({**spec.env, PROCESS: spec.name})
         if spec.log_path:
             _redirect_output(spec.log_path)
         self._spec = spec
-        self._janitor = JanitorLink(os.environ[RUN], "work", process=os.environ[PROCESS])
+        self._janitor = JanitorLink(os.environ[RUN], "work", process=spec.name)
         self._address = ray.util.get_node_ip_address()
         self._host = ProcessHost(spec.name, self._address, shared=False)
         signal.signal(signal.SIGTERM, self._leave)  # as before a preemption: the run ends in order, and ends this process
@@ -48,6 +51,10 @@ class RayHost:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
         reply, written = self._host.execute(Call(*call), blocks)
         return flat_reply(reply), *written
+
+    def answer(self, call: list[Any], *blocks: Any) -> list[Any]:
+        """`execute` of a method that writes nothing."""
+        return flat_reply(self._host.execute(Call(*call), blocks)[0])
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, request: str, kwargs: dict[str, Any]) -> Any:
