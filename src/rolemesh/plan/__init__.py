@@ -4,7 +4,7 @@
 """
 
 from rolemesh.plan.as_json import plan_json, plan_json_text
-from rolemesh.plan.build import Helper, build_plan
+from rolemesh.plan.build import RUN_HELPERS, Helper, build_plan
 from rolemesh.plan.imagined import parse_nodes
 from rolemesh.plan.inventory import local_inventory, order_nodes
 from rolemesh.plan.pools import merge_pools, split_pool
@@ -13,6 +13,7 @@ from rolemesh.plan.schema import Inventory, NodeInfo, Plan, PoolPlan, Slot, Work
 from rolemesh.plan.versions import VersionReport, check_versions, with_versions
 
 __all__ = [
+    "RUN_HELPERS",
     "Helper",
     "Inventory",
     "NodeInfo",

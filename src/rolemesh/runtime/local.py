@@ -10,7 +10,7 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
@@ -93,6 +93,12 @@ class LocalBackend:
 
     async def inventory(self) -> Inventory:
         return local_inventory()
+
+    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
+        return inventory  # it knows all there is to know
+
+    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
+        pass  # there is nobody to ask
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         taken = sum(bundle.cpus for pool in self._pools.values() for bundle in pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,18 +26,18 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import DataLost, DeadlineExceeded, Problem, ResourceError, RolemeshError, WorkerDied, WorkerError
-from rolemesh.plan.inventory import order_nodes
+from rolemesh.errors import DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process
-from rolemesh.runtime.ray.nodes import find_nodes
+from rolemesh.runtime.ray.nodes import NODE_LABEL, find_inventory, probe_nodes, request_nodes
+from rolemesh.runtime.ray.reserve import ReservedPool, amounts, reservations, shortage
 from rolemesh.runtime.ray.store import RayStoreLink
 from rolemesh.runtime.ray.waiting import first_lines, plain, within
 
 T = TypeVar("T")
-NODE_LABEL = "ray.io/node-id"
 LOG_TAIL_LINES = 20
 KILL_SECONDS = 1.0
 """How long Ray gets to end a process itself; one ended behind its back it reports as a crash, on everybody's screen."""
@@ -66,8 +66,7 @@ class RayBackend:
         self._cluster = RayCluster(
             address, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes, pythonpath=pythonpath
         )
-        self._groups: dict[str, dict[int, PlacementGroup]] = {}
-        self._bundles: dict[str, tuple[Bundle, ...]] = {}
+        self._pools: dict[str, ReservedPool] = {}
         self._stores: list[RayStoreLink] = []
 
     # -- life -----------------------------------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class RayBackend:
         await asyncio.sleep(seconds)
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
-        link = RayStoreLink(run)
+        link = RayStoreLink(run, node)
         self._stores.append(link)
         await link.restart(deadline)
         return link
@@ -95,7 +94,7 @@ class RayBackend:
     async def close(self) -> None:
         while self._stores:
             await self._stores.pop().stop()
-        for name in list(self._groups):
+        for name in list(self._pools):
             await self.release_pool(name)
 
     def stop(self) -> None:
@@ -105,60 +104,57 @@ class RayBackend:
     # -- resources ------------------------------------------------------------------------------------------------------------
 
     async def inventory(self) -> Inventory:
-        by_name = {info.name: info for info in (await find_nodes()).values()}
-        return Inventory(nodes=tuple(by_name[name] for name in order_nodes(list(by_name))), origin="ray cluster")
+        return await find_inventory()
+
+    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
+        return await probe_nodes(inventory, nodes, deadline)
+
+    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
+        await request_nodes(wanted)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        ids = {info.name: node_id for node_id, info in (await find_nodes()).items()}
-        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].name not in ids]
+        alive = {info.labels.get(NODE_LABEL): info.name for info in (await find_inventory()).nodes}
+        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].labels.get(NODE_LABEL) not in alive]
         if gone:
-            raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {', '.join(ids)}", "Plan again with the nodes there are")
-        groups: dict[int, PlacementGroup] = {}
-        self._groups[name], self._bundles[name] = groups, tuple(bundles)
+            known = ", ".join(alive.values())
+            raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
+        pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
         for node in sorted({bundle.node for bundle in bundles}):
-            shares = [_resources(bundle) for bundle in bundles if bundle.node == node]
-            selector = [{NODE_LABEL: ids[nodes[node].name]}] * len(shares)
-            groups[node] = placement_group(shares, strategy="PACK", name=f"{name}@{node}", bundle_label_selector=selector)
+            here = [position for position, bundle in enumerate(bundles) if bundle.node == node]
+            reserved, homes = reservations([bundles[position] for position in here])
+            selector = [{NODE_LABEL: nodes[node].labels[NODE_LABEL]}] * len(reserved)
+            pool.groups[node] = placement_group(reserved, strategy="PACK", name=f"{name}@{node}", bundle_label_selector=selector)
+            pool.homes.update(zip(here, homes, strict=True))
         ends = self.time() + deadline
-        for group in groups.values():
-            if not await _placed(group, ends - self.time()):
-                problems = await self._shortage(name, nodes)
-                await self.release_pool(name)
-                raise ResourceError(problems=problems)
-
-    async def _shortage(self, name: str, nodes: Sequence[NodeInfo]) -> list[Problem]:
-        """What each node of a pool that could not be placed lacks."""
-        free = {info.name: info for info in (await self.inventory()).nodes}
-        problems = []
-        for node in sorted({bundle.node for bundle in self._bundles[name]}):
-            mine = [bundle for bundle in self._bundles[name] if bundle.node == node]
-            info = free.get(nodes[node].name)
-            have = f"free CPU {info.free_cpus:g}, GPU {info.free_gpus}" if info else "the node is gone"
-            need = f"CPU {sum(bundle.cpus for bundle in mine):g}, GPU {sum(bundle.gpus for bundle in mine)}"
-            problems.append(
-                Problem(
-                    subject=f"pool {name} on node {nodes[node].name}", need=need, free=have, remedy="Lower pools.*.nodes or pools.*.cpus"
-                )
-            )
-        return problems
+        try:
+            waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
+            problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
+        except BaseException:
+            await self.release_pool(name)
+            raise
+        if problems:
+            await self.release_pool(name)
+            raise ResourceError(problems=problems)
 
     async def release_pool(self, name: str) -> None:
-        for group in self._groups.pop(name, {}).values():
+        pool = self._pools.pop(name, None)
+        for group in pool.groups.values() if pool is not None else ():
             remove_placement_group(group)
-        self._bundles.pop(name, None)
 
     # -- processes ------------------------------------------------------------------------------------------------------------
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
-        bundle = self._bundles[spec.pool][spec.bundle]
-        index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
-        strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
+        pool = self._pools[spec.pool]
+        bundle, node = pool.bundles[spec.bundle], pool.nodes[pool.bundles[spec.bundle].node]
+        group = pool.groups[bundle.node]
+        taken = amounts(bundle)
         actor = RayHost.options(  # type: ignore[attr-defined]
-            num_cpus=bundle.cpus,
-            num_gpus=bundle.gpus,
-            scheduling_strategy=strategy,
+            num_cpus=taken.pop("CPU", 0),
+            num_gpus=taken.pop("GPU", 0),
+            resources=taken,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
             runtime_env={"env_vars": dict(spec.env)},
-        ).remote(spec.name, spec.log_path)
+        ).remote(spec.name, node.name, spec.log_path, spec.interface)
         try:
             node, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
         except BaseException:  # also when nobody waits for it any more: it must not start later
@@ -205,7 +201,7 @@ class RayBackend:
 
     async def kill(self, process: Process) -> None:
         ray.kill(process.handle, no_restart=True)
-        if process.address == ray.util.get_node_ip_address():
+        if process.address in (ray.util.get_node_ip_address(), *network_interfaces().values()):
             ends = self.time() + KILL_SECONDS
             while find_process(process.pid, process.created) is not None and self.time() < ends:
                 await self.sleep(0.02)
@@ -231,10 +227,6 @@ async def _placed(group: PlacementGroup, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _resources(bundle: Bundle) -> dict[str, float]:
-    return {"CPU": bundle.cpus, **({"GPU": bundle.gpus} if bundle.gpus else {}), **bundle.resources}
 
 
 def _failed(process: Process, error: RayError) -> RolemeshError:

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import ray
 
+from rolemesh.plan.inventory import network_interfaces
 from rolemesh.protocols.backend import Call, Failure, Reply
 from rolemesh.runtime.host import ProcessHost
 
@@ -18,11 +19,11 @@ from rolemesh.runtime.host import ProcessHost
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, name: str, log_path: str) -> None:
+    def __init__(self, name: str, node: str, log_path: str, interface: str | None) -> None:
         if log_path:
             _redirect_output(log_path)
-        self._address = ray.util.get_node_ip_address()
-        self._host = ProcessHost(name, self._address)
+        self._address = network_interfaces()[interface] if interface else ray.util.get_node_ip_address()
+        self._host = ProcessHost(name, node)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def who(self) -> tuple[str, str, int, float]:

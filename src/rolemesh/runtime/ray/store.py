@@ -15,9 +15,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
+from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
+from rolemesh.runtime.ray.nodes import NODE_LABEL
 
 T = TypeVar("T")
 NAMESPACE = "rolemesh"
@@ -52,8 +54,8 @@ class RayStore:
 class RayStoreLink:
     """Found by the run's name, so that it finds the next life of the store too."""
 
-    def __init__(self, run: str) -> None:
-        self.run, self._life = run, 0
+    def __init__(self, run: str, node: NodeInfo | None = None) -> None:
+        self.run, self._life, self._node = run, 0, node
         self._actor: Any = None
         self._owned: Any = None
         """Where it was started: Ray ends an actor when the first handle to it is gone."""
@@ -105,15 +107,18 @@ class RayStoreLink:
         try:
             self._owned = self._actor = await self._create(ends)
             async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
-                self._process = await self._owned.who.remote()
+                process = await self._owned.who.remote()
+            if self._node is None or self._node.address == ray.util.get_node_ip_address():
+                self._process = process
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the store of {self.run} to start", seconds=deadline) from error
 
     async def _create(self, ends: float) -> Any:
-        """On this node, as soon as the life before has left its name."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        """As soon as the life before has left its name."""
+        node = self._node.labels[NODE_LABEL] if self._node is not None else ray.get_runtime_context().get_node_id()
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
         store = RayStore.options(name=self._name, namespace=NAMESPACE, scheduling_strategy=here)  # type: ignore[attr-defined]
         while True:
             try:
@@ -124,7 +129,7 @@ class RayStoreLink:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def stop(self) -> None:
-        """It lives on the node where it was started, so its process can be ended even if it does not answer."""
+        """On this machine its process is ended even if it does not answer."""
         owned, process = self._owned, self._process
         self._owned = self._actor = self._process = None
         if owned is None:
