@@ -218,6 +218,11 @@ class Plan:
         """The role's workers in rank order."""
         return tuple(worker for worker in self.workers if worker.role == role)
 
+    def used_nodes(self) -> set[int]:
+        """Nodes on which anything of the run lives, spare slots and helpers too."""
+        slots = {slot.node for pool in self.pools.values() for slot in (*pool.slots, *pool.spares)}
+        return slots | {worker.node for worker in self.workers} | {helper.node for helper in self.helpers}
+
     def placement_groups(self) -> Iterator[PlacementGroup]:
         """What to reserve, pool by pool and node by node."""
         for name, pool in self.pools.items():

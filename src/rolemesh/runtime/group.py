@@ -127,9 +127,12 @@ class WorkerGroup:
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
-        process = await self.pool.process(self.bundles[rank], deadline)
-        context = self._context(rank, process)
-        await self.pool.backend.add_worker(process, self.name, self.worker_class, context, self.worker_kwargs, deadline)
+        try:
+            process = await self.pool.process(self.bundles[rank], deadline)
+            context = self._context(rank, process)
+            await self.pool.backend.add_worker(process, self.name, self.worker_class, context, self.worker_kwargs, deadline)
+        except WorkerError as error:
+            raise _named(error, self.name, rank, "__init__") from error.__cause__
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         places = [self.pool.bundles[bundle] for bundle in self.bundles]

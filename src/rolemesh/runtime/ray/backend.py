@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from rolemesh.runtime.ray.host import RayHost, end_process, find_process
 from rolemesh.runtime.ray.nodes import NODE_LABEL, find_inventory, probe_nodes, request_nodes
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, reservations, shortage
 from rolemesh.runtime.ray.store import RayStoreLink
-from rolemesh.runtime.ray.waiting import first_lines, plain, within
+from rolemesh.runtime.ray.waiting import first_lines, import_failure, plain, within
 
 T = TypeVar("T")
 LOG_TAIL_LINES = 20
@@ -155,18 +156,19 @@ class RayBackend:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
             runtime_env={"env_vars": dict(spec.env)},
         ).remote(spec.name, node.name, spec.log_path, spec.interface)
+        starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
         try:
-            node, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", spec)
+            _, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", starting)
         except BaseException:  # also when nobody waits for it any more: it must not start later
             ray.kill(actor, no_restart=True)
             raise
-        return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=actor)
+        return replace(starting, address=address, pid=pid, created=created)
 
     async def add_worker(
         self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
     ) -> None:
         ref = process.handle.add_worker.remote(group, worker_class, context, dict(kwargs))
-        failure = await self._settle(ref, deadline, f"{group} rank {context.rank} to be made", process.spec, process)
+        failure = await self._settle(ref, deadline, f"{group} rank {context.rank} to be made", process)
         if failure is not None:
             raise WorkerError(
                 group=group, rank=context.rank, node=process.node, pid=process.pid, method="__init__",
@@ -188,14 +190,13 @@ class RayBackend:
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         subject = f"the control thread of {process.spec.name} to answer {request!r}"
-        return await self._settle(process.handle.control.remote(request, kwargs), deadline, subject, process.spec, process)
+        return await self._settle(process.handle.control.remote(request, kwargs), deadline, subject, process)
 
-    async def _settle(self, ref: Any, deadline: float, subject: str, spec: ProcessSpec, process: Process | None = None) -> Any:
+    async def _settle(self, ref: Any, deadline: float, subject: str, process: Process) -> Any:
         try:
             return await within(deadline, ref)
         except RayError as error:
-            known = process or Process(spec=spec, node="", address="", pid=0, handle=None)
-            raise _failed(known, error) from error
+            raise _failed(process, error) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline) from error
 
@@ -234,6 +235,8 @@ def _failed(process: Process, error: RayError) -> RolemeshError:
     cause = _cause(error)
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
+    if missing := import_failure(process.node, cause):
+        return _worker_error(WorkerError, process, "ModuleNotFoundError", missing, original_traceback=str(error))
     if not isinstance(error, GONE):
         return _worker_error(WorkerError, process, type(cause).__name__, str(cause), original_traceback=str(error))
     reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died"

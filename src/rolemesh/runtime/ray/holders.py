@@ -47,18 +47,22 @@ def find_holders() -> Holdings:
     for group in groups:
         if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
             for bundle in group.bundles:
-                found.parts.setdefault(bundle.node_id.hex(), []).append((_holder(group), dict(bundle.unit_resources)))
+                found.parts.setdefault(bundle.node_id.hex(), []).append((_holder(group), _sorted(bundle.unit_resources)))
         elif group.state != gcs_pb2.PlacementGroupTableData.REMOVED:
             wanted: dict[str, float] = {}
             for bundle in group.bundles:
                 wanted |= {name: wanted.get(name, 0) + amount for name, amount in bundle.unit_resources.items()}
-            pending.append(f"{_holder(group)} waits for {amounts_text(wanted)}")
+            pending.append(f"{_holder(group)} waits for {amounts_text(_sorted(wanted))}")
     for actor in actors:
         if actor.state == gcs_pb2.ActorTableData.ALIVE and not actor.placement_group_id and actor.required_resources:
             name = actor.name or actor.class_name
-            found.parts.setdefault(actor.address.node_id.hex(), []).append((f"actor {name}", dict(actor.required_resources)))
+            found.parts.setdefault(actor.address.node_id.hex(), []).append((f"actor {name}", _sorted(actor.required_resources)))
     found.pending = tuple(pending)
     return found
+
+
+def _sorted(amounts: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(amounts.items()))
 
 
 def _holder(group: gcs_pb2.PlacementGroupTableData) -> str:
