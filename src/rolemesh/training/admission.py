@@ -23,7 +23,7 @@ PAUSE_SECONDS = 1.0
 TELL_SECONDS = 5.0
 """A wait is told again after these, and at once when its reason changes."""
 PROBE_SECONDS = 30.0
-PROBE_FOR_REPORT_SECONDS = 2.0
+PROBE_FOR_REPORT_SECONDS = 3.0
 """A refusal does not wait longer for what it would be nice to know."""
 
 Make = Callable[[Inventory], Plan]
@@ -84,12 +84,13 @@ def _waited(limit: float) -> list[Problem]:
 
 async def survey(config: Config, backend: Backend, make: Make, *, report: bool = True) -> Plan:
     """The plan for what is free now. Where it would start something, processes look around first, and it is made again with what they
-    see; where it cannot, they do so for its `report` alone, on the nodes that the config allows. No other node is touched."""
+    see. Where it cannot, they do so for its `report` alone, and only if that is about GPUs, of which nodes may hide some; on the nodes
+    that the config allows. No other node is touched."""
     inventory = await backend.inventory()
     plan = make(inventory)
     if not plan.problems:
         return make(await backend.probe(inventory, plan.used_nodes(), PROBE_SECONDS))
-    if report and inventory.nodes:
+    if report and any(pool.gpus for pool in config.pools.values()):
         with suppress(RolemeshError):
             plan = make(await backend.probe(inventory, nodes_allowed(config, inventory.nodes), PROBE_FOR_REPORT_SECONDS))
     return plan

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import psutil
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
-from rolemesh.plan.inventory import local_inventory, node_order_key
+from rolemesh.plan.inventory import look_around, node_order_key
 from rolemesh.plan.ledger import DEVICES
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.runtime.group import together
@@ -83,20 +81,6 @@ def _named(amounts: Mapping[str, float], names: Collection[str]) -> dict[str, fl
     return {name: amount for name, amount in amounts.items() if name in names and amount > SLACK}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """What a process on a node sees of it."""
-
-    node: NodeInfo
-    available_bytes: int
-
-
-def look_around() -> Sight:
-    """Runs on the node. Ray takes the devices away from a process that asked for none, so its parent's environment counts."""
-    environment = psutil.Process(os.getppid()).environ()
-    return Sight(node=local_inventory(environment).nodes[0], available_bytes=psutil.virtual_memory().available)
-
-
 async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
     """The inventory with what processes on these nodes see. Raises RolemeshError naming a node where they cannot run."""
 
@@ -107,7 +91,7 @@ async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: fl
         node = inventory.nodes[index]
         here = NodeAffinitySchedulingStrategy(node.labels[NODE_LABEL], soft=False)
         try:
-            sight: Sight = await plain(look.options(scheduling_strategy=here).remote())
+            sight: NodeInfo = await plain(look.options(scheduling_strategy=here).remote())
         except RayError as error:
             raise RolemeshError(text=import_failure(node.name, error) or f"node {node.name} runs no process: {error}") from error
         seen[index] = _seen(node, sight)
@@ -121,18 +105,16 @@ async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: fl
     return replace(inventory, nodes=tuple(seen.get(index, node) for index, node in enumerate(inventory.nodes)))
 
 
-def _seen(node: NodeInfo, sight: Sight) -> NodeInfo:
+def _seen(node: NodeInfo, sight: NodeInfo) -> NodeInfo:
     """Counts stay those of Ray; memory is what both allow."""
-    seen = sight.node
-    assert node.free_memory_bytes is not None
     return replace(
         node,
-        memory_bytes=min(node.memory_bytes, seen.memory_bytes),
-        free_memory_bytes=min(node.free_memory_bytes, seen.memory_bytes, sight.available_bytes),
-        gpu_memory_bytes=seen.gpu_memory_bytes if node.gpus else 0,
-        gpu_type=node.gpu_type or (seen.gpu_type if node.gpus else ""),
-        visible_devices=seen.visible_devices,
-        interfaces=seen.interfaces,
+        memory_bytes=min(node.memory_bytes, sight.memory_bytes),
+        free_memory_bytes=min(node.usable_memory, sight.memory_bytes, sight.usable_memory),
+        gpu_memory_bytes=sight.gpu_memory_bytes if node.gpus else 0,
+        gpu_type=node.gpu_type or (sight.gpu_type if node.gpus else ""),
+        visible_devices=sight.visible_devices,
+        interfaces=sight.interfaces,
     )
 
 
