@@ -35,6 +35,8 @@ class ProcessSpec:
     """Which of the pool's bundles (slots first, then processes of their own) it occupies."""
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: str = ""
+    interface: str | None = None
+    """Network interface whose address its workers use among each other; the node's own address when None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,15 @@ class Backend(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
     async def inventory(self) -> Inventory:
-        """Nodes in stable order, with what is free."""
+        """Nodes in stable order, with what is free and who holds the rest. Starts nothing."""
+        ...
+
+    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
+        """The inventory with what only processes on these nodes can tell: memory that is free, network interfaces, visible devices."""
+        ...
+
+    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
+        """Tell whoever adds machines which ones would be needed beside those in use; none takes an earlier request back."""
         ...
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:

@@ -163,7 +163,10 @@ class WorkerGroup:
         spec = WorkerSpec(
             group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
         )
-        await self.pool.backend.add_worker(process, spec, deadline)
+        try:
+            await self.pool.backend.add_worker(process, spec, deadline)
+        except WorkerError as error:
+            raise _named(error, self.name, rank, "__init__") from error.__cause__
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         places = [self.pool.bundles[bundle] for bundle in self.bundles]

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import ray
 
+from rolemesh.plan.inventory import network_interfaces
 from rolemesh.protocols.backend import Call, Failure, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.host import ProcessHost
 from rolemesh.runtime.janitor import JanitorLink
@@ -22,7 +23,7 @@ from rolemesh.runtime.janitor_process import PROCESS, RUN
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, node: str) -> None:
         # Before what reads them is imported, and before there are children, which inherit the mark. Ray itself would start a process anew
         # for each set of variables.
         os.environ.update({**spec.env, PROCESS: spec.name})
@@ -30,8 +31,8 @@ class RayHost:
             _redirect_output(spec.log_path)
         self._spec = spec
         self._janitor = JanitorLink(os.environ[RUN], "work", process=spec.name)
-        self._address = ray.util.get_node_ip_address()
-        self._host = ProcessHost(spec.name, self._address, shared=False)
+        self._address = network_interfaces()[spec.interface] if spec.interface else ray.util.get_node_ip_address()
+        self._host = ProcessHost(spec.name, node, shared=False)
         signal.signal(signal.SIGTERM, self._leave)  # as before a preemption: the run ends in order, and ends this process
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
