@@ -7,6 +7,7 @@ restarts actors nor retries tasks for us. A pool or a call that does not come to
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ class RayBackend:
             object_store_bytes=object_store_bytes,
             pythonpath=pythonpath,
         )
+        self.prefix = f"{self._cluster.run}/"
         self._groups: dict[str, dict[int, PlacementGroup]] = {}
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
         self._stores: list[RayStoreLink] = []
@@ -215,8 +217,8 @@ class RayBackend:
         self._bundles.pop(name, None)
         self._stores = [store for store in self._stores if store.run != name]
 
-    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
-        for name, groups in (await reserved(prefix)).items():
+    async def give_back(self, keep: Collection[str]) -> None:
+        for name, groups in (await reserved(self.prefix)).items():
             if name not in keep:
                 _remove(groups)
 
@@ -227,6 +229,7 @@ class RayBackend:
         index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
         strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
         ends = self.time() + deadline
+        mark = f"{spec.name}~{secrets.token_hex(4)}"  # of this process alone: the janitor ends what the one before of this name has left
         host = RayHost.options(  # type: ignore[attr-defined]
             name=spec.name,
             namespace=NAMESPACE,
@@ -234,7 +237,7 @@ class RayBackend:
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": {**spec.env, PROCESS: spec.name}},
+            runtime_env={"env_vars": {**spec.env, PROCESS: mark}},
         )
         try:
             actor = await named(lambda: host.remote(spec), ends)
