@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 # Before torch or numpy is imported anywhere: their thread pools are sized at import.
@@ -22,38 +17,6 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("rolemesh", deadline=None, print_blob=True)
 settings.load_profile("rolemesh")
-
-
-@pytest.fixture(scope="module")
-def ray_head() -> Iterator[str]:
-    """The address of a head that outlives controllers."""
-    folder = Path(f"/tmp/rolemesh-head-{os.getpid()}")
-    command = [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--head",
-        "--block",
-        "--port=0",
-        "--include-dashboard=false",
-        f"--temp-dir={folder}",
-        "--num-cpus=4",
-    ]
-    command += ["--object-store-memory=200000000", "--disable-usage-stats"]
-    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
-
-    enable_token_auth_by_default()  # as Ray does by itself for a cluster that ends with its driver
-    ensure_token_if_auth_enabled()
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
-        try:
-            told, ends = folder / "ray_current_cluster", time.monotonic() + 60
-            while not (told.exists() and told.read_text().strip()):
-                assert time.monotonic() < ends
-                assert head.poll() is None
-                time.sleep(0.05)
-            yield told.read_text().strip()
-        finally:
-            os.killpg(head.pid, signal.SIGKILL)
-            subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
 @pytest.fixture(scope="module")

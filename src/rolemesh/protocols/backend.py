@@ -170,6 +170,8 @@ class Backend(Protocol):
 
     name: str
     lacks: frozenset[Capability]
+    prefix: str
+    """Before the names of pools, `RUN/`, so that two runs in one cluster never meet; empty where every run is alone."""
 
     @property
     def address(self) -> str:
@@ -219,8 +221,8 @@ class Backend(Protocol):
         """Let go of a pool, or of the store of a run, by name: it stays as it is, with its processes, and `close` frees it no more."""
         ...
 
-    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
-        """Give back the pools under names with this prefix that another controller left, but for those to keep, with all processes."""
+    async def give_back(self, keep: Collection[str]) -> None:
+        """Give back the pools of this run that another controller left, with all processes, but for those to keep."""
         ...
 
     async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:

@@ -72,7 +72,7 @@ class LocalBackend:
     """Backend of one process. See `protocols/backend.py` for the methods."""
 
     name = "local"
-    address = ""
+    address = prefix = ""
     lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt", "detach"})
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class LocalBackend:
     def detach(self, name: str) -> None:
         raise NotImplementedError(f"the {self.name} backend lacks detach")
 
-    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+    async def give_back(self, keep: Collection[str]) -> None:
         pass
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:

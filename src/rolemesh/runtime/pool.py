@@ -27,12 +27,11 @@ class Pool:
         bundles: Sequence[Bundle],
         nodes: Sequence[NodeInfo],
         *,
-        prefix: str = "",
         log_dir: Path | None = None,
         interface: str | None = None,
     ) -> None:
         self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
-        self._prefix, self._log_dir, self._interface = prefix, log_dir, interface
+        self._log_dir, self._interface = log_dir, interface
         self._starting: dict[int, asyncio.Future[Process]] = {}
         self._latest: dict[int, Process] = {}
         self._started: dict[int, int] = {}
@@ -107,15 +106,15 @@ class Pool:
     def detach(self) -> None:
         """Let go of the pool and leave everything as it is, for a later `attach`. Raises ConfigError where processes end with us."""
         if "detach" in self.backend.lacks:
-            remedy = "Use create_backend('ray', address=..., detached=True)"
-            raise ConfigError.one(f"pool {self._full_name}", "needs a backend whose processes outlive it", self.backend.name, remedy)
+            remedy = "Use create_backend('ray', run=..., detached=True)"
+            raise ConfigError.one(f"pool {self.name}", "needs a backend whose processes outlive it", self.backend.name, remedy)
         self._starting.clear()
         self._tenants.clear()
         self.backend.detach(self._full_name)
 
     @property
     def _full_name(self) -> str:
-        return f"{self._prefix}{self.name}"
+        return f"{self.backend.prefix}{self.name}"
 
     async def process(self, bundle: int, deadline: float) -> Process:
         """The process of a bundle, started on first use. A start that failed is forgotten, so that the next use tries again."""

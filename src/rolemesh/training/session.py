@@ -70,7 +70,7 @@ class Session:
         bundles = [bundle for bundle, _ in self._bundles[name]]
         log_dir = self._run_dir / "logs" if self._run_dir else None
         interface = self.config.cluster.interface
-        return Pool(self.backend, name, bundles, nodes, prefix=f"{self._run_id}/", log_dir=log_dir, interface=interface)
+        return Pool(self.backend, name, bundles, nodes, log_dir=log_dir, interface=interface)
 
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
@@ -130,7 +130,7 @@ class Session:
         given back."""
         if self._journal is None or "detach" in self.backend.lacks:
             return set()
-        await self.backend.give_back(f"{self._run_id}/", keep=[f"{self._run_id}/{name}" for name in self.pools])
+        await self.backend.give_back(keep=[f"{self.backend.prefix}{name}" for name in self.pools])
         taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
         for name in taken:
             living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)

@@ -89,6 +89,7 @@ class RayBackend:
             object_store_bytes=object_store_bytes,
             pythonpath=pythonpath,
         )
+        self.prefix = f"{self._cluster.run}/"
         self._pools: dict[str, ReservedPool] = {}
         self._stores: list[RayStoreLink] = []
 
@@ -210,8 +211,8 @@ class RayBackend:
         self._pools.pop(name, None)
         self._stores = [store for store in self._stores if store.run != name]
 
-    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
-        for name, groups in (await reserved(prefix)).items():
+    async def give_back(self, keep: Collection[str]) -> None:
+        for name, groups in (await reserved(self.prefix)).items():
             if name not in keep:
                 _remove(groups)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 from contextlib import suppress
@@ -26,11 +27,12 @@ class RayHost:
     def __init__(self, spec: ProcessSpec, node: str) -> None:
         # Before what reads them is imported, and before there are children, which inherit the mark. Ray itself would start a process anew
         # for each set of variables.
-        os.environ.update({**spec.env, PROCESS: spec.name})
+        mark = f"{spec.name}~{secrets.token_hex(4)}"  # of this process alone: the janitor ends what the one before of this name has left
+        os.environ.update({**spec.env, PROCESS: mark})
         if spec.log_path:
             _redirect_output(spec.log_path)
         self._spec = spec
-        self._janitor = JanitorLink(os.environ[RUN], "work", process=spec.name)
+        self._janitor = JanitorLink(os.environ[RUN], "work", process=mark)
         self._address = network_interfaces()[spec.interface] if spec.interface else ray.util.get_node_ip_address()
         self._host = ProcessHost(spec.name, node, shared=False)
         signal.signal(signal.SIGTERM, self._leave)  # as before a preemption: the run ends in order, and ends this process
