@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 # Before torch or numpy is imported anywhere: their thread pools are sized at import.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -24,32 +20,19 @@ settings.load_profile("rolemesh")
 
 
 @pytest.fixture(scope="module")
-def ray_head() -> Iterator[str]:
-    """The address of a head that outlives controllers."""
-    folder = Path(f"/tmp/rolemesh-head-{os.getpid()}")
-    command = [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--head",
-        "--block",
-        "--port=0",
-        "--include-dashboard=false",
-        f"--temp-dir={folder}",
-        "--num-cpus=4",
-    ]
-    command += ["--object-store-memory=200000000", "--disable-usage-stats"]
-    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
+def raylets() -> Iterator[Any]:
+    """A Ray cluster of two nodes on this machine, with logical GPUs: `worker-2`, team red, H100; `worker-10`, team blue, whose devices have
+    odd numbers, and four NPUs. `raylets.address` is where to join it."""
+    from ray.cluster_utils import Cluster
 
-    enable_token_auth_by_default()  # as Ray does by itself for a cluster that ends with its driver
-    ensure_token_if_auth_enabled()
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
-        try:
-            told, ends = folder / "ray_current_cluster", time.monotonic() + 60
-            while not (told.exists() and told.read_text().strip()):
-                assert time.monotonic() < ends
-                assert head.poll() is None
-                time.sleep(0.05)
-            yield told.read_text().strip()
-        finally:
-            os.killpg(head.pid, signal.SIGKILL)
-            subprocess.run(["rm", "-rf", str(folder)], check=True)
+    common = {"num_cpus": 16, "num_gpus": 8, "object_store_memory": 200_000_000}
+    red = {"node_name": "worker-2", "labels": {"team": "red"}, "resources": {"team": 2, "accelerator_type:H100": 1}}
+    blue = {"node_name": "worker-10", "labels": {"team": "blue"}, "resources": {"NPU": 4}}
+    odd = {"env_vars": {"CUDA_VISIBLE_DEVICES": "1,3,5,7,9,11,13,15"}}
+    cluster = Cluster(initialize_head=True, head_node_args={**common, **red, "include_dashboard": False})
+    try:
+        cluster.add_node(**common, **blue, **odd)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()

@@ -1,4 +1,4 @@
-"""A controller of a detached pool, as a program of its own: `python detached_program.py ADDRESS FOLDER END`.
+"""A controller of a detached pool, as a program of its own: `python detached_program.py FOLDER END`.
 
 It takes over what stands under its run, or starts it, tells what it found, begins calls, and is killed. The folder has the journal, and
 gates: files named by processes that have been taken over.
@@ -19,13 +19,21 @@ from runtime_workers import Adder, Summer
 from rolemesh.observe import Journal
 from rolemesh.runtime import Backend, KvStore, Pool, Process, WorkerGroup, create_backend
 
-RUN = "detached"
+
+def run_of(folder: Path) -> str:
+    return f"run-{folder.name}"
 
 
-def open_backend(address: str, gates: Path) -> Backend:
+def open_backend(gates: Path) -> Backend:
     """Opens the gate of every process that it has taken over."""
     backend = create_backend(
-        "ray", address=address, run=RUN, detached=True, time_to_live=90, pythonpath=[str(Path(__file__).parent), *sys.path]
+        "ray",
+        run=run_of(gates),
+        detached=True,
+        time_to_live=90,
+        num_cpus=4,
+        object_store_bytes=200_000_000,
+        pythonpath=[str(Path(__file__).parent), *sys.path],
     )
     control = backend.control
 
@@ -41,7 +49,7 @@ def open_backend(address: str, gates: Path) -> Backend:
 
 async def open_pool(backend: Backend, journal: Journal, *, slots: int = 2, bonus: int = 0) -> tuple[Pool, WorkerGroup, WorkerGroup, dict]:
     """Two workers that count and two that sum, in the same two processes; and what was found of them."""
-    pool = await Pool.of_slots(backend, f"{RUN}/main", [slots], cpus=0.5)
+    pool = await Pool.of_slots(backend, "main", [slots], cpus=0.5)
     attached = await pool.attach(60, epoch=journal.epoch)
     if not attached:
         await pool.create(60)
@@ -59,7 +67,7 @@ async def open_pool(backend: Backend, journal: Journal, *, slots: int = 2, bonus
 
 async def queued(backend: Backend, counters: WorkerGroup, summers: WorkerGroup, gates: Path) -> list[asyncio.Future[int]]:
     """A call under way and two in the queue."""
-    store = await KvStore.start(backend, RUN)
+    store = await KvStore.start(backend, run_of(gates))
     await store.put("step", 7)
     return [asyncio.ensure_future(counters.count_after(str(gates))) for _ in range(3)]
 
@@ -82,6 +90,6 @@ async def main(backend: Backend, folder: Path, end: str) -> None:
 
 
 if __name__ == "__main__":
-    address, folder, end = sys.argv[1:]
-    backend = open_backend(address, Path(folder))
+    folder, end = sys.argv[1:]
+    backend = open_backend(Path(folder))
     backend.run(main(backend, Path(folder), end))

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from detached_program import RUN, open_backend, open_pool
+from detached_program import open_backend, open_pool, run_of
 
 import rolemesh
 from rolemesh.errors import ConfigError, StaleCall
@@ -25,9 +25,9 @@ HERE = Path(__file__).parent
 SOURCE = Path(rolemesh.__file__).parents[1]
 
 
-def killed_program(ray_head: str, folder: Path, end: str) -> dict[str, Any]:
+def killed_program(folder: Path, end: str) -> dict[str, Any]:
     """What the program found, which killed itself then."""
-    command = [sys.executable, str(HERE / "detached_program.py"), ray_head, str(folder), end]
+    command = [sys.executable, str(HERE / "detached_program.py"), str(folder), end]
     env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -35,18 +35,26 @@ def killed_program(ray_head: str, folder: Path, end: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def story(ray_head: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Two controllers were killed one after the other; this process is the third."""
-    folder = tmp_path_factory.mktemp("run")
-    first = killed_program(ray_head, folder, "queued")
-    second = killed_program(ray_head, folder, "stuck")
-    backend = open_backend(ray_head, folder)
-    yield {"first": first, "second": second, "backend": backend, "journal": folder / "journal"}
+    folder = tmp_path_factory.mktemp(f"story{os.getpid()}-")
+    first = killed_program(folder, "queued")
+    second = killed_program(folder, "stuck")
+    backend = open_backend(folder)
+    yield {"first": first, "second": second, "backend": backend, "folder": folder}
     backend.stop()
 
 
 def names() -> set[str]:
     return {row["name"] for row in ray.util.list_named_actors(all_namespaces=True)}
+
+
+def gone(pids: list[int]) -> bool:
+    """Ray reaps what was killed a moment later."""
+    ends = time.monotonic() + 15
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return not any(map(psutil.pid_exists, pids))
 
 
 def reservations() -> list[str]:
@@ -73,7 +81,7 @@ def attached(story: dict[str, Any], then: Any = None, **options: Any) -> dict[st
     backend: Backend = story["backend"]
 
     async def main() -> dict[str, Any]:
-        with Journal(story["journal"]) as journal:
+        with Journal(story["folder"] / "journal") as journal:
             pool, counters, _, found = await open_pool(backend, journal, **options)
             if then is not None:
                 found |= await then(pool, counters)
@@ -89,7 +97,7 @@ def test_a_process_whose_call_does_not_end_is_replaced_alone(story: dict[str, An
     before, found = story["second"]["pids"], attached(story)
     assert found["attached"]
     assert found["pids"][0] == before[0]
-    assert not psutil.pid_exists(before[1])
+    assert gone(before[1:])
     assert (found["counts"], found["loads"]) == ([1, 0], [1, 1])
     assert found["sums"] == [1.5, 1.5], "the worker that was cut in its collective was made anew"
     assert found["generation"] == 3
@@ -104,7 +112,7 @@ def test_processes_that_died_or_stopped_meanwhile_are_replaced(story: dict[str, 
     found = attached(story)
     assert found["attached"]
     assert not set(found["pids"]) & set(before)
-    assert not any(map(psutil.pid_exists, before))
+    assert gone(before)
     assert found["sums"] == [1.5, 1.5]
 
 
@@ -124,8 +132,8 @@ def test_a_controller_of_an_older_epoch_is_refused_and_leaves_everything_alone(s
     before = attached(story)
 
     async def late() -> None:
-        pool = await Pool.of_slots(backend, f"{RUN}/main", [2], cpus=0.5)
-        with pytest.raises(StaleCall, match=rf"process {RUN}/main-\d\.\d refused a call of \(epoch, generation\) \(1, 0\)"):
+        pool = await Pool.of_slots(backend, "main", [2], cpus=0.5)
+        with pytest.raises(StaleCall, match=r"process run-story\S+/main-\d\.\d refused a call of \(epoch, generation\) \(1, 0\)"):
             await pool.attach(60, epoch=1)
         await pool.close()
 
@@ -135,7 +143,7 @@ def test_a_controller_of_an_older_epoch_is_refused_and_leaves_everything_alone(s
 
 def test_the_store_goes_on_and_knows_what_it_was_told(story: dict[str, Any]) -> None:
     async def main() -> None:
-        store = await KvStore.start(story["backend"], RUN)
+        store = await KvStore.start(story["backend"], run_of(story["folder"]))
         assert await store.get("step", deadline=5) == 7
         await store.link.restart(deadline=30)
         await store.put("step", 8)
@@ -148,15 +156,15 @@ def test_a_pool_of_another_shape_is_given_back_first(story: dict[str, Any]) -> N
     before = attached(story)
     found = attached(story, slots=3)
     assert not found["attached"]
-    assert not any(map(psutil.pid_exists, before["pids"]))
-    assert reservations() == [f"{RUN}/main@0"]
+    assert gone(before["pids"])
+    assert reservations() == [f"{run_of(story['folder'])}/main@0"]
 
 
 def test_a_controller_that_ends_in_order_leaves_nothing(story: dict[str, Any]) -> None:
     backend: Backend = story["backend"]
 
     async def main() -> list[int]:
-        with Journal(story["journal"]) as journal:
+        with Journal(story["folder"] / "journal") as journal:
             pool, _, _, found = await open_pool(backend, journal, slots=3)
             assert found["attached"]
             await pool.close()
@@ -168,7 +176,7 @@ def test_a_controller_that_ends_in_order_leaves_nothing(story: dict[str, Any]) -
     while (names() or reservations()) and time.monotonic() < ends:
         time.sleep(0.05)
     assert (names(), reservations()) == (set(), [])
-    assert not any(map(psutil.pid_exists, pids))
+    assert gone(pids)
 
 
 async def test_where_processes_end_with_their_controller_nothing_is_attached_or_detached() -> None:

@@ -28,9 +28,9 @@ def train(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def demo(cluster: str, *more: str) -> list[str]:
+def demo() -> list[str]:
     options = ("pools.main.nodes=[2]", f"trainer.steps={STEPS}", "trainer.save_every=1", "trainer.keep_checkpoints=9")
-    return ["demo", *SMALL, *options, f"cluster.address={cluster}", "cluster.detached=true", *more]
+    return ["demo", *SMALL, *options, "cluster.detached=true", "cluster.time_to_live=120"]
 
 
 def finished(process: subprocess.Popen[str]) -> str:
@@ -68,9 +68,9 @@ def ready(run: RunDirectory, since: float) -> float:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_head: str, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("whole")
-    finished(train(folder, *demo(ray_head)))
+    finished(train(folder, *demo()))
     return only_run(folder)
 
 
@@ -93,10 +93,8 @@ def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(
-    tmp_path: Path, ray_head: str, undisturbed: RunDirectory
-) -> None:
-    run, pids = killed_after(tmp_path, 2, train(tmp_path, *demo(ray_head)))
+def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(tmp_path: Path, undisturbed: RunDirectory) -> None:
+    run, pids = killed_after(tmp_path, 2, train(tmp_path, *demo()))
     assert all(map(psutil.pid_exists, pids))
     began = time.time()
     again = train(tmp_path, "--resume", run.name)
@@ -115,8 +113,8 @@ def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_
     assert seconds < 30, "under 5 s on a machine that does nothing else"
 
 
-def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, ray_head: str, undisturbed: RunDirectory) -> None:
-    run, pids = killed_after(tmp_path, 1, train(tmp_path, *demo(ray_head)))
+def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, undisturbed: RunDirectory) -> None:
+    run, pids = killed_after(tmp_path, 1, train(tmp_path, *demo()))
     began = time.time()
     pools = "pools={main: {nodes: [2], cpus: 0.5}, other: {nodes: [1]}}"
     finished(train(tmp_path, "--resume", run.name, pools, "roles.reward.pool=other", f"trainer.steps={STEPS}"))

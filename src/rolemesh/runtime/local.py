@@ -72,7 +72,7 @@ class LocalBackend:
     """Backend of one process. See `protocols/backend.py` for the methods."""
 
     name = "local"
-    address = ""
+    address = prefix = ""
     lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt", "detach"})
 
     def __init__(self) -> None:
@@ -95,6 +95,12 @@ class LocalBackend:
     async def inventory(self) -> Inventory:
         return local_inventory()
 
+    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
+        return inventory  # it knows all there is to know
+
+    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
+        pass  # there is nobody to ask
+
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         taken = sum(bundle.cpus for pool in self._pools.values() for bundle in pool)
         for index, node in enumerate(nodes):
@@ -112,7 +118,7 @@ class LocalBackend:
     def detach(self, name: str) -> None:
         raise NotImplementedError(f"the {self.name} backend lacks detach")
 
-    async def give_back(self, prefix: str, keep: Collection[str]) -> None:
+    async def give_back(self, keep: Collection[str]) -> None:
         pass
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
