@@ -201,7 +201,7 @@ class Registrar(Worker):
 
 
 class Parent(Worker):
-    """Has a child, and a grandchild in a session of its own; and shared memory."""
+    """Has a child, a grandchild in a session of its own, and one that is a fork; and shared memory."""
 
     def load(self) -> None:
         command = ["bash", "-c", "setsid sleep 1000 & echo $!; wait"]
@@ -209,10 +209,14 @@ class Parent(Worker):
         assert self.child.stdout is not None
         self.grandchild = int(self.child.stdout.readline())
         self.memory = SharedMemory(create=True, size=4096)
+        self.fork = os.fork()
+        if self.fork == 0:
+            time.sleep(1000)
 
     @register(dispatch="all")
     def family(self) -> dict[str, int | str]:
-        return {"pid": os.getpid(), "child": self.child.pid, "grandchild": self.grandchild, "memory": self.memory.name}
+        children = {"child": self.child.pid, "grandchild": self.grandchild, "fork": self.fork}
+        return {"pid": os.getpid(), **children, "memory": self.memory.name}
 
     @register(dispatch="all")
     def sigterm_here_and_in_a_fork(self) -> int:

@@ -26,6 +26,7 @@ from rolemesh.runtime.janitor_process import find, folder_of, key_of, kill
 
 HERE = Path(__file__).parent
 PROGRAM = str(HERE / "lifetime_program.py")
+MEMBERS = ("pid", "child", "grandchild", "fork")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{Path(rolemesh.__file__).parents[1]}:{HERE}"}
 
 
@@ -57,7 +58,7 @@ def wait_for_none(of: Callable[[], list[Any]], at_most: float) -> None:
 
 def left(run: str, told: dict[str, Any]) -> list[str]:
     """All that is left of a run, the janitor too."""
-    members = [family[key] for family in told["families"] for key in ("pid", "child", "grandchild")]
+    members = [family[key] for family in told["families"] for key in MEMBERS]
     paths = [folder_of(run), *(f"/dev/shm/{family['memory']}" for family in told["families"])]
     found = [*(f"process {pid}" for pid in {*marked(run), *alive(members)}), *filter(os.path.exists, paths)]
     return [*found, *(["janitor"] if is_watched(run) else [])]
@@ -91,8 +92,8 @@ def test_B09_B06_children_end_with_a_killed_worker_and_everything_with_a_killed_
         told, run = told_by(driver), f"{name}-0"
         first, second = told["families"]
         os.kill(first["pid"], signal.SIGKILL)
-        wait_for_none(lambda: alive([first["child"], first["grandchild"]]), at_most=5)
-        assert len(alive([second["pid"], second["child"], second["grandchild"]])) == 3
+        wait_for_none(lambda: alive([first[member] for member in MEMBERS]), at_most=5)
+        assert len(alive([second[member] for member in MEMBERS])) == 4
         assert any("agent" in " ".join(psutil.Process(pid).cmdline()).lower() for pid in marked(run)), "Ray's agents carry the mark"
         driver.kill()
         wait_for_none(lambda: left(run, told), at_most=15)
