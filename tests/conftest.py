@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 # Before torch or numpy is imported anywhere: their thread pools are sized at import.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -10,7 +12,27 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("rolemesh", deadline=None, print_blob=True)
 settings.load_profile("rolemesh")
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Any]:
+    """A Ray cluster of two nodes on this machine, with logical GPUs: `worker-2`, team red, H100; `worker-10`, team blue, whose devices have
+    odd numbers, and four NPUs. `raylets.address` is where to join it."""
+    from ray.cluster_utils import Cluster
+
+    common = {"num_cpus": 16, "num_gpus": 8, "object_store_memory": 200_000_000}
+    red = {"node_name": "worker-2", "labels": {"team": "red"}, "resources": {"team": 2, "accelerator_type:H100": 1}}
+    blue = {"node_name": "worker-10", "labels": {"team": "blue"}, "resources": {"NPU": 4}}
+    odd = {"env_vars": {"CUDA_VISIBLE_DEVICES": "1,3,5,7,9,11,13,15"}}
+    cluster = Cluster(initialize_head=True, head_node_args={**common, **red, "include_dashboard": False})
+    try:
+        cluster.add_node(**common, **blue, **odd)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()

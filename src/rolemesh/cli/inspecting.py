@@ -1,4 +1,4 @@
-"""Commands that look but start nothing: plan, status, init. They load neither torch nor Ray."""
+"""Commands that look but start nothing: plan, status, init. They load neither torch nor, but for `plan --live`, Ray."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ from rich.table import Table
 
 from rolemesh.cli.options import recipe_and_overrides
 from rolemesh.config import check_config, load_config
-from rolemesh.errors import ConfigError, ResourceError
+from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.observe import find_run
 from rolemesh.observe.run_dir import ACTIVE
-from rolemesh.plan import build_plan, check_versions, local_inventory, parse_nodes, plan_json_text, render_plan, with_versions
+from rolemesh.plan import (
+    RUN_HELPERS,
+    Inventory,
+    Plan,
+    build_plan,
+    check_versions,
+    local_inventory,
+    parse_nodes,
+    plan_json_text,
+    render_plan,
+    with_versions,
+)
 
 REWARD_EXAMPLE = '''"""A reward of your own: name it in the recipe as `rewards:score`."""
 
@@ -32,15 +43,28 @@ def score(sample, **options):
 '''
 
 
-def plan(arguments: list[str], nodes: list[str] | None, *, as_json: bool) -> int:
+def plan(arguments: list[str], nodes: list[str] | None, *, as_json: bool, live: bool = False) -> int:
     """Print the plan; returns the exit code, 3 when resources cannot hold it."""
     config = load_config(*recipe_and_overrides(arguments))
-    inventory = parse_nodes(nodes) if nodes else local_inventory()
     versions = check_versions(config.rollout.engine)
     problems = [*check_config(config), *versions.problems]
+    if live and (nodes or config.cluster.address is None):
+        free = f"--nodes {' '.join(nodes)}" if nodes else "none"
+        problem = Problem(subject="--live", need="needs cluster.address, and no --nodes", free=free, remedy="Set cluster.address=auto")
+        problems.append(problem)
+    imagined = parse_nodes(nodes) if nodes else None
     if problems:
         raise ConfigError(problems=problems)
-    found = with_versions(build_plan(config, inventory), versions)
+
+    def make(inventory: Inventory) -> Plan:
+        return with_versions(build_plan(config, inventory, helpers=RUN_HELPERS), versions)
+
+    if live:
+        from rolemesh.training.admission import live_plan
+
+        found = live_plan(config, make)
+    else:
+        found = make(imagined or local_inventory())
     if as_json:
         typer.echo("\n".join(plan_json_text(found)))
     else:

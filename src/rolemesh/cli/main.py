@@ -112,10 +112,11 @@ def plan(
         list[str] | None,
         typer.Option(help="Plan for nodes that need not exist: 2x8 is two nodes with eight GPUs each. Give it again for others."),
     ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Plan for what is free now on the cluster of `cluster.address`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What would run where: roles, pools, nodes, CPUs, memory, sizes, and every problem, without starting anything."""
-    raise typer.Exit(inspecting.plan(arguments or [], nodes, as_json=as_json))
+    raise typer.Exit(inspecting.plan(arguments or [], nodes, live=live, as_json=as_json))
 
 
 @app.command()

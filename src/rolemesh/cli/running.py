@@ -110,7 +110,7 @@ def evaluate(arguments: list[str], run: str | None, runs_dir: Path, sampling: Sa
     from rolemesh.training.tasks import run_evaluation
 
     how = evaluation.Sampling(samples=asked[0], ks=asked[1], temperature=asked[2]) if asked is not None else None
-    found = run_evaluation(config, how)
+    found = run_evaluation(config, how, tell=lambda wait: typer.echo(f"waiting {wait}", err=True))
     if as_json:
         typer.echo(json.dumps(found))
     else:

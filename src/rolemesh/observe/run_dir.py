@@ -27,7 +27,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ID: Final = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _MARKS: Final = ("status.json", "config.yaml")
 """A folder that holds one of these is taken for a run."""
-ACTIVE: Final = ("created", "starting", "running")
+ACTIVE: Final = ("created", "waiting", "starting", "running")
 """States of a run whose controller lives."""
 
 

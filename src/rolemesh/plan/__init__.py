@@ -4,15 +4,18 @@
 """
 
 from rolemesh.plan.as_json import plan_json, plan_json_text
-from rolemesh.plan.build import Helper, build_plan
+from rolemesh.plan.build import RUN_HELPERS, Helper, build_plan
+from rolemesh.plan.constraints import nodes_allowed
 from rolemesh.plan.imagined import parse_nodes
 from rolemesh.plan.inventory import held_as_free, local_inventory, order_nodes
+from rolemesh.plan.needs import impossible, needed_nodes
 from rolemesh.plan.pools import merge_pools, split_pool
 from rolemesh.plan.render import render_plan
 from rolemesh.plan.schema import Inventory, NodeInfo, Plan, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.versions import VersionReport, check_versions, with_versions
 
 __all__ = [
+    "RUN_HELPERS",
     "Helper",
     "Inventory",
     "NodeInfo",
@@ -24,8 +27,11 @@ __all__ = [
     "build_plan",
     "check_versions",
     "held_as_free",
+    "impossible",
     "local_inventory",
     "merge_pools",
+    "needed_nodes",
+    "nodes_allowed",
     "order_nodes",
     "parse_nodes",
     "plan_json",

@@ -29,12 +29,13 @@ class Helper:
     each_node: bool = False
 
 
-KV_STORE: Final = "kv store"
-HELPERS: Final = (Helper(name=KV_STORE),)
-"""What every run has."""
+LATER: Final = "End them, or let them go first (cluster.wait)"
+KV_STORE: Final = "kv_store"
+RUN_HELPERS: Final = (Helper(name=KV_STORE),)
+"""Those of every run."""
 
 
-def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = None, *, helpers: Sequence[Helper] = HELPERS) -> Plan:
+def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = None, *, helpers: Sequence[Helper] = ()) -> Plan:
     """Place every worker of the run on the nodes, or say why that is impossible: `problems` holds all that keeps it from starting.
 
     Helpers get the nodes that workers use and no others, so what binds a pool binds them. Expects a config that `check_config` accepts;
@@ -59,6 +60,9 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
     models = _models(config, facts, problems)
     memory = _memory(config, models, inventory.nodes, placement, workers, problems)
+    addresses = list(_addresses(config, inventory, workers, problems))
+    if problems and inventory.pending:
+        problems.append(Problem(subject="cluster", need="others wait for room too", free="; ".join(inventory.pending), remedy=LATER))
     stages = tuple(predict_stages(config, models, inventory.nodes, workers))
     step = step_seconds(stages, {name: role.pool for name, role in config.roles.items()})
     complete = not placement.problems
@@ -75,6 +79,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
         seconds_per_step=step,
         warnings=(
             *shares.warnings,
+            *addresses,
             *_spare_warnings(config, inventory.nodes, placement),
             *_warnings(config, ledgers, pools, workers, complete),
             *(balance_hints(config, stages, step) if complete else ()),
@@ -152,6 +157,25 @@ def _helpers(helpers: Sequence[Helper], workers: Mapping[str, list[WorkerPlan]])
     for helper in helpers:
         for node in nodes if helper.each_node else nodes[:1]:
             yield HelperPlan(name=helper.name, node=node)
+
+
+def _addresses(config: Config, inventory: Inventory, workers: Mapping[str, list[WorkerPlan]], problems: list[Problem]) -> Iterator[str]:
+    """Nodes on which ranks use another address than the one by which the cluster knows the node; a problem for each without it."""
+    interface = config.cluster.interface
+    for node in (inventory.nodes[index] for index in sorted({worker.node for group in workers.values() for worker in group})):
+        if interface is None or node.interfaces is None:
+            continue
+        if interface not in node.interfaces:
+            found = ", ".join(f"{name} {address}" for name, address in node.interfaces.items()) or "none with an address"
+            problem = Problem(
+                subject="cluster.interface",
+                need=f"node {node.name} must have the network interface {interface}",
+                free=found,
+                remedy="Name one that every node has, or leave it out",
+            )
+            problems.append(problem)
+        elif node.address_of(interface) != node.address:
+            yield f"node {node.name}: ranks use {node.address_of(interface)} ({interface}), the cluster knows it as {node.address}"
 
 
 def _models(config: Config, facts: ModelFacts | None, problems: list[Problem]) -> dict[str, ModelFacts]:

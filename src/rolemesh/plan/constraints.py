@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rolemesh.config.schema import PoolConfig
+from rolemesh.config.schema import Config, PoolConfig
 from rolemesh.errors import Problem
 from rolemesh.plan.ledger import GPU
 from rolemesh.plan.schema import NodeInfo
@@ -66,6 +66,11 @@ def eligible(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo]) -> list[boo
     """Which nodes may hold processes of the pool, however full they are."""
     demands = list(constraints(name, pool))
     return [all(demand.met(node) for demand in demands) for node in nodes]
+
+
+def nodes_allowed(config: Config, nodes: Sequence[NodeInfo]) -> set[int]:
+    """Nodes that may hold processes of any of the config's pools."""
+    return {index for name, pool in config.pools.items() for index, ok in enumerate(eligible(name, pool, nodes)) if ok}
 
 
 def unmet(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo], needed: int) -> Problem:

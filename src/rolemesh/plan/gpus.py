@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 QUERY_SECONDS: Final = 20.0
+VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,9 @@ class Gpu:
     memory_bytes: int
 
 
-def visible_gpus() -> list[Gpu]:
-    """The GPUs of this machine in the order in which a process sees them; none without a working `nvidia-smi`."""
-    return select_visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """The GPUs of this machine in the order in which a process with this environment sees them; none without a working `nvidia-smi`."""
+    return select_visible(installed_gpus(), environment.get(VISIBLE_DEVICES))
 
 
 def installed_gpus() -> list[Gpu]:

@@ -10,23 +10,21 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from rolemesh.plan.gpus import visible_gpus
+from rolemesh.plan.gpus import VISIBLE_DEVICES, visible_gpus
 from rolemesh.plan.schema import Inventory, NodeInfo
 
-VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
-
-def local_inventory() -> Inventory:
-    """This machine as its processes may use it: CPU affinity, container limits and `CUDA_VISIBLE_DEVICES` respected."""
+def local_inventory(environment: Mapping[str, str] = os.environ) -> Inventory:
+    """This machine as processes with this environment may use it: CPU affinity, container limits and `CUDA_VISIBLE_DEVICES` respected."""
     cpu_limit, memory_limit = cgroup_limits()
-    gpus = visible_gpus()
+    gpus, visible = visible_gpus(environment), environment.get(VISIBLE_DEVICES)
     node = NodeInfo(
         name=socket.gethostname(),
         cpus=min(_usable_cpus(), cpu_limit),
@@ -35,9 +33,28 @@ def local_inventory() -> Inventory:
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
         gpu_type=gpus[0].name if gpus else "",
         address="127.0.0.1",
-        visible_devices=f"{VISIBLE_DEVICES}={os.environ[VISIBLE_DEVICES]}" if VISIBLE_DEVICES in os.environ else None,
+        visible_devices=None if visible is None else f"{VISIBLE_DEVICES}={visible}",
+        interfaces=network_interfaces(),
     )
     return Inventory(nodes=(node,), origin="this machine")
+
+
+def look_around() -> NodeInfo:
+    """This machine as the parent of this process may use it, and how much memory is free. Runs on the nodes of a cluster, whose processes
+    may have lost sight of devices that they did not ask for."""
+    node = local_inventory(psutil.Process(os.getppid()).environ()).nodes[0]
+    return replace(node, free_memory_bytes=psutil.virtual_memory().available)
+
+
+def network_interfaces() -> dict[str, str]:
+    """Address of each network interface of this machine by its name; IPv4 where it has both."""
+    found: dict[str, str] = {}
+    for family in (socket.AF_INET6, socket.AF_INET):
+        for name, addresses in psutil.net_if_addrs().items():
+            usable = [address.address for address in addresses if address.family == family]
+            if usable:
+                found[name] = usable[0]
+    return dict(sorted(found.items()))
 
 
 def _usable_cpus() -> float:

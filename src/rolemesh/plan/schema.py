@@ -35,11 +35,17 @@ class NodeInfo:
     """Who holds what is not free: name -> amount by `CPU`, `GPU` or the name of a resource."""
     visible_devices: str | None = None
     """The variable that limits the devices of its processes, as found (`CUDA_VISIBLE_DEVICES=0,1`); None without one."""
+    interfaces: Mapping[str, str] | None = None
+    """Address of each network interface by its name; None when nobody knows."""
 
     @property
     def npus(self) -> float:
         """NPUs, which clusters count as a resource of that name."""
         return self.resources.get("NPU", 0)
+
+    def address_of(self, interface: str | None) -> str:
+        """Where ranks on this node listen: at that interface, or at the address that the cluster knows the node by."""
+        return (self.interfaces or {}).get(interface or "", self.address)
 
     def usable(self, name: str) -> float:
         """What is free of `CPU`, `GPU` or a resource by name; 0 of one that the node does not have."""
@@ -62,6 +68,8 @@ class Inventory:
     nodes: tuple[NodeInfo, ...]
     origin: str
     """Where the numbers come from: `this machine`, `ray cluster`, or `--nodes 2x8`."""
+    pending: tuple[str, ...] = ()
+    """Who waits for room on these nodes and holds nothing yet, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +217,11 @@ class Plan:
     def of_role(self, role: str) -> tuple[WorkerPlan, ...]:
         """The role's workers in rank order."""
         return tuple(worker for worker in self.workers if worker.role == role)
+
+    def used_nodes(self) -> set[int]:
+        """Nodes on which anything of the run lives, spare slots and helpers too."""
+        slots = {slot.node for pool in self.pools.values() for slot in (*pool.slots, *pool.spares)}
+        return slots | {worker.node for worker in self.workers} | {helper.node for helper in self.helpers}
 
     def placement_groups(self) -> Iterator[PlacementGroup]:
         """What to reserve, pool by pool and node by node."""

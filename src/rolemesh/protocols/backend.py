@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rolemesh.batch import Assembly, BlockMeta
 from rolemesh.observe import Metrics, Span
@@ -35,6 +35,8 @@ class ProcessSpec:
     """Which of the pool's bundles (slots first, then processes of their own) it occupies."""
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: str = ""
+    interface: str | None = None
+    """Network interface whose address its workers use among each other; the node's own address when None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +78,10 @@ class WorkerSpec:
     """Workers with equal ones are equal as they are made; empty where nobody can tell."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One method call on one worker. (epoch, generation) fence off older controllers and groups; `id` makes a repeat recognisable."""
+class Call(NamedTuple):
+    """One method call on one worker. (epoch, generation) fence off older controllers and groups; `id` makes a repeat recognisable.
+
+    A named tuple, like all that a call makes for each rank: it is made and pickled several times faster than a frozen dataclass."""
 
     id: str
     epoch: int
@@ -86,11 +89,13 @@ class Call:
     group: str
     method: str
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] | None = None
     assembly: Assembly | None = None
     """How to put the batch argument together from the fetched blocks; None when the method takes no batch."""
     batch_blocks: int = 0
     """How many of the blocks belong to the batch; those of other stored arguments follow."""
+    writes: bool = True
+    """False where the answer has no blocks, which is cheaper to know beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +111,15 @@ class Failure:
     """The exception itself when it is one of rolemesh's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(NamedTuple):
     """What a call answers beside its blocks: small things only."""
 
     value: Any = None
     metas: tuple[BlockMeta | None, BlockMeta | None] = (None, None)
     """Of the blocks written: numbers (what an algorithm reads), and everything else (tokens, texts)."""
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Metrics | None = None
     spans: tuple[Span, ...] = ()
+    """What the worker itself recorded."""
     started: float = 0.0
     ended: float = 0.0
     failure: Failure | None = None
@@ -150,8 +155,7 @@ class Report:
     """Python stack of the compute thread, when asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
+class Pending(NamedTuple):
     """A submitted call. `reply` resolves to the Reply, or raises WorkerDied when the process is gone, DataLost when a block is gone, and
     WorkerError when the answer cannot travel. `blocks` refer to the two tables it returns (see `Reply`); a stored object is the second."""
 
@@ -189,7 +193,15 @@ class Backend(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
     async def inventory(self) -> Inventory:
-        """Nodes in stable order, with what is free."""
+        """Nodes in stable order, with what is free and who holds the rest. Starts nothing."""
+        ...
+
+    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
+        """The inventory with what only processes on these nodes can tell: memory that is free, network interfaces, visible devices."""
+        ...
+
+    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
+        """Tell whoever adds machines which ones would be needed beside those in use; none takes an earlier request back."""
         ...
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:

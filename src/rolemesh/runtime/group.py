@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
-from rolemesh.observe import Journal, Metrics
+from rolemesh.observe import Journal, Metrics, Span
 from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
 from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
@@ -40,14 +41,27 @@ LIFE = frozenset(registered_methods(Worker))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
-    """One finished call of a group, for whoever observes: controller wall time in seconds (backend clock) and the ranks' replies."""
+    """One finished call of a group, for whoever observes: controller wall time in seconds (backend clock) and the ranks' replies, each
+    with the name of its process."""
 
+    id: str
     group: str
     method: str
     started: float
     ended: float
     replies: tuple[Reply, ...]
+    processes: tuple[str, ...]
     metrics: Metrics
+
+    @property
+    def spans(self) -> list[Span]:
+        """Rank after rank: the whole call, then what the worker recorded within."""
+        spans = []
+        for reply, process in zip(self.replies, self.processes, strict=True):
+            args = {"call": self.id}
+            spans.append(Span(name=self.method, start=reply.started, end=reply.ended, process=process, track=self.group, args=args))
+            spans += reply.spans
+        return spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +163,10 @@ class WorkerGroup:
         spec = WorkerSpec(
             group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
         )
-        await self.pool.backend.add_worker(process, spec, deadline)
+        try:
+            await self.pool.backend.add_worker(process, spec, deadline)
+        except WorkerError as error:
+            raise _named(error, self.name, rank, "__init__") from error.__cause__
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         places = [self.pool.bundles[bundle] for bundle in self.bundles]
@@ -254,10 +271,14 @@ class WorkerGroup:
             raise NotJoined(group=self.name, method=method)
         started = self.pool.backend.time()
         identity = call_id or uuid.uuid4().hex
-        called = {rank: self._submit(rank, share, registered, method, identity) for rank, share in shares.items()}
+        distinct = {id(share): share for share in shares.values()}  # ranks may share one
+        calls = {key: self._call_of(share, registered, method, identity) for key, share in distinct.items()}
+        submit = self.pool.backend.call
+        called = {rank: submit(self._process(rank), *calls[id(share)]) for rank, share in shares.items()}
         replies = await self._gather(called, method, self.deadlines.call if deadline is None else deadline)
-        self._record(method, started, list(replies.values()))
-        answers = [_answer(chosen.index(rank), reply, called[rank], registered) for rank, reply in replies.items()]
+        self._record(identity, method, started, called, replies)
+        place = {rank: place for place, rank in enumerate(chosen)}
+        answers = [_answer(place[rank], reply, called[rank], registered) for rank, reply in replies.items()]
         return registered.dispatch.collect(topology, request, answers)
 
     def _chosen(self, ranks: Sequence[int] | None, method: str, batch: BatchRef | None) -> list[int]:
@@ -274,7 +295,8 @@ class WorkerGroup:
             )
         return chosen
 
-    def _submit(self, rank: int, share: Share, registered: Settled, method: str, identity: str) -> Pending:
+    def _call_of(self, share: Share, registered: Settled, method: str, identity: str) -> tuple[Call, list[Any]]:
+        """The call, and the stored objects that it needs."""
         refs: list[Any] = []
         assembly = None
         if share.batch is not None:
@@ -290,37 +312,45 @@ class WorkerGroup:
             kwargs=kwargs,
             assembly=assembly,
             batch_blocks=len(refs),
+            writes=bool(registered.writes) or registered.stores,
         )
-        pending = self.pool.backend.call(self._process(rank), call, [*refs, *stored])
-        pending.reply.add_done_callback(_look_at)
-        return pending
+        return call, [*refs, *stored]
 
-    def _record(self, method: str, started: float, replies: Sequence[Reply]) -> None:
+    def _record(self, identity: str, method: str, started: float, called: Called, replies: Mapping[int, Reply]) -> None:
         metrics = Metrics()
-        for reply in replies:
-            metrics.merge(reply.metrics)
-        ended = self.pool.backend.time()
-        self.observer(CallRecord(group=self.name, method=method, started=started, ended=ended, replies=tuple(replies), metrics=metrics))
+        for reply in replies.values():
+            if reply.metrics is not None:
+                metrics.merge(reply.metrics)
+        record = CallRecord(
+            id=identity,
+            group=self.name,
+            method=method,
+            started=started,
+            ended=self.pool.backend.time(),
+            replies=tuple(replies.values()),
+            processes=tuple(pending.process.spec.name for pending in called.values()),
+            metrics=metrics,
+        )
+        self.observer(record)
 
     # -- waiting and failing --------------------------------------------------------------------------------------------------
 
     async def _gather(self, called: Called, method: str, deadline: float) -> dict[int, Reply]:
         """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
-        waiting = {pending.reply for pending in called.values()}
-        ends = self.pool.backend.time() + deadline
-        while waiting:
-            remaining = ends - self.pool.backend.time()
-            done, waiting = await asyncio.wait(waiting, timeout=max(remaining, 0), return_when=asyncio.FIRST_COMPLETED)
-            if any(future.exception() is not None or future.result().failure is not None for future in done):
-                await self._unwind(waiting)
-                raise self._first_cause(called, method)
-            if not done:
-                error = await self._expired([rank for rank, pending in called.items() if pending.reply in waiting], method, deadline)
-                await self._unwind(waiting)
-                raise error
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline):
+                await _all_or_first_failure([pending.reply for pending in called.values()])
+        late = {rank: pending.reply for rank, pending in called.items() if not pending.reply.done()}
+        if any(_failed(pending.reply) for rank, pending in called.items() if rank not in late):
+            await self._unwind(late.values())
+            raise self._first_cause(called, method)
+        if late:
+            error = await self._expired(list(late), method, deadline)
+            await self._unwind(late.values())
+            raise error
         return {rank: pending.reply.result() for rank, pending in called.items()}
 
-    async def _unwind(self, waiting: set[asyncio.Future[Reply]]) -> None:
+    async def _unwind(self, waiting: Collection[asyncio.Future[Reply]]) -> None:
         """Free the ranks that may hang in a collective with one that failed or is late, and wait for them."""
         if not waiting:
             return
@@ -396,15 +426,29 @@ class WorkerGroup:
 
 def _answer(rank: int, reply: Reply, pending: Pending, registered: Settled) -> Answer:
     value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
-    parts = [BatchRef.from_blocks([(ref, meta)]) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
-    batch = parts[0].join(parts[1]) if len(parts) == 2 else parts[0] if parts else None
-    return Answer(rank=rank, value=value, batch=batch)
+    written = [(ref, meta) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
+    return Answer(rank=rank, value=value, written=written)
 
 
-def _look_at(reply: asyncio.Future[Reply]) -> None:
-    """Retrieve the exception of a call that nobody may wait for any more, or asyncio reports it as lost."""
-    if not reply.cancelled():
-        reply.exception()
+def _failed(reply: asyncio.Future[Reply]) -> bool:
+    return reply.cancelled() or reply.exception() is not None or reply.result().failure is not None
+
+
+async def _all_or_first_failure(replies: Sequence[asyncio.Future[Reply]]) -> None:
+    """Unlike `asyncio.wait` this wakes up once for all, and looks at the exceptions of calls that nobody waits for any more, which
+    asyncio would report as lost."""
+    left, over = len(replies), asyncio.get_running_loop().create_future()
+
+    def look(reply: asyncio.Future[Reply]) -> None:
+        nonlocal left
+        left -= 1
+        if (_failed(reply) or not left) and not over.done():
+            over.set_result(None)
+
+    for reply in replies:
+        reply.add_done_callback(look)
+    if replies:
+        await over
 
 
 def _tell(report: Report | BaseException) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from rolemesh.batch import Batch, BlockMeta, assemble, block_meta
 from rolemesh.errors import BatchError, RolemeshError, StaleCall
-from rolemesh.observe import Metrics, Span
+from rolemesh.observe import Metrics
 from rolemesh.protocols.backend import Call, Failure, Reply, Report, Resident, WorkerSpec
 from rolemesh.runtime.stored import fill
 from rolemesh.runtime.worker import Peers, Settled, Worker, WorkerContext, settled_methods
@@ -37,10 +37,12 @@ Answered = tuple[Reply, tuple[Any, Any]]
 
 
 class ProcessHost:
-    """The workers of one process. `clock` is the wall clock, unless time is simulated."""
+    """The workers of one process, which is theirs alone unless it is `shared`. `clock` is the wall clock, unless time is simulated."""
 
-    def __init__(self, name: str, node: str, *, clock: Callable[[], float] = time.time) -> None:
-        self.name, self.node, self._clock = name, node, clock
+    def __init__(self, name: str, node: str, *, shared: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.name, self.node, self._shared, self._clock = name, node, shared, clock
+        self._dressed: WorkerContext | None = None
+        """Whose variables the environment holds."""
         self._workers: dict[str, Worker] = {}
         self._methods: dict[str, dict[str, Settled]] = {}
         self._fence: dict[str, tuple[int, int]] = {}
@@ -62,7 +64,7 @@ class ProcessHost:
         try:
             if spec.epoch < self._epoch:
                 raise StaleCall(group=group, rank=context.rank, got=(spec.epoch, 0), current=(self._epoch, 0))
-            with _environment(context):
+            with self._environment(context):
                 worker = spec.worker_class(context, **spec.kwargs)
                 methods = settled_methods(spec.worker_class, spec.kwargs)
         except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
@@ -103,23 +105,23 @@ class ProcessHost:
         self._check_fence(call, worker)
         worker.metrics = Metrics()
         worker.spans.drain()  # of a call that raised
-        args = fill(call.args, blocks)
+        args, kwargs = fill(call.args, blocks), fill(call.kwargs or {}, blocks)
         batch = assemble(call.assembly, blocks[: call.batch_blocks]) if call.assembly is not None else None
         if batch is not None:
             args = (batch, *args)
         whole = call.method == "load" or call.group in self._whole
         if method.mutates:
             self._whole.discard(call.group)
-        with _environment(worker.context):
-            result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
+        with self._environment(worker.context):
+            result = getattr(worker, call.method)(*args, **kwargs)
         if whole:
             self._whole.add(call.group)
         value, metas, written = _pack(method, f"{call.group}.{call.method}()", batch, result)
         reply = Reply(
             value=value,
             metas=metas,
-            metrics=worker.metrics,
-            spans=self._spans(worker, call, started),
+            metrics=worker.metrics or None,
+            spans=tuple(worker.spans.drain()),
             started=started,
             ended=self._clock(),
         )
@@ -131,9 +133,22 @@ class ProcessHost:
             raise StaleCall(group=call.group, rank=worker.context.rank, got=got, current=current)
         self._fence[call.group] = got
 
-    def _spans(self, worker: Worker, call: Call, started: float) -> tuple[Span, ...]:
-        whole = Span(name=call.method, start=started, end=self._clock(), process=self.name, track=call.group, args={"call": call.id})
-        return (whole, *worker.spans.drain())
+    @contextmanager
+    def _environment(self, context: WorkerContext) -> Iterator[None]:
+        """The worker's standard variables. A shared process (the local backend's is even the controller's) has them around the worker's
+        own code only; in another they stay until a worker with others runs."""
+        if self._dressed is context:
+            yield
+            return
+        before = {name: os.environ.get(name) for name in context.env()}
+        os.environ.update(context.env())
+        try:
+            yield
+        finally:
+            if self._shared:
+                _restore(before)
+            else:
+                self._dressed = context
 
     def control(self, request: str, *, group: str = "", stack: bool = False, epoch: int = 0) -> Any:
         """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), `abort` the worker of `group`, or
@@ -174,19 +189,12 @@ class ProcessHost:
         )
 
 
-@contextmanager
-def _environment(context: WorkerContext) -> Iterator[None]:
-    """The worker's standard variables, around its own code only: processes are shared, the local backend's even with the controller."""
-    before = {name: os.environ.get(name) for name in context.env()}
-    os.environ.update(context.env())
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _pack(

@@ -28,9 +28,10 @@ class Pool:
         nodes: Sequence[NodeInfo],
         *,
         log_dir: Path | None = None,
+        interface: str | None = None,
     ) -> None:
         self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
-        self._log_dir = log_dir
+        self._log_dir, self._interface = log_dir, interface
         self._starting: dict[int, asyncio.Future[Process]] = {}
         self._latest: dict[int, Process] = {}
         self._started: dict[int, int] = {}
@@ -39,6 +40,8 @@ class Pool:
         """Workers that were found in processes that were taken over, until their groups ask for them."""
         self._tenants: dict[int, dict[str, Restore]] = {}
         self._env: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if interface is not None:
+            self._env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
     @classmethod
     async def of_slots(cls, backend: Backend, name: str, slots: Sequence[int], *, cpus: float = 1.0, gpus: int = 0) -> Self:
@@ -119,7 +122,7 @@ class Pool:
             self._started[bundle] = nth = self._started.get(bundle, 0) + 1  # the name of the one before may not be free yet
             name = f"{self._full_name}-{bundle}.{nth}"
             log_path = str(self._log_dir / f"{self.name}-{bundle}.log") if self._log_dir else ""
-            spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path)
+            spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path, interface=self._interface)
             starting = self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))
             starting.add_done_callback(lambda task: self._forget_failed(bundle, task))
         process = await asyncio.shield(self._starting[bundle])  # one waiter that gives up does not end the start for the others

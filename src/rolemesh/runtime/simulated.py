@@ -244,8 +244,7 @@ def _wanted(bundles: Sequence[Bundle], nodes: Sequence[NodeInfo]) -> dict[str, t
 def _since(began: float, answered: Answered) -> Answered:
     """The method took no time by itself: its call began when the process took it up."""
     reply, written = answered
-    spans = tuple(replace(span, start=began) if index == 0 else span for index, span in enumerate(reply.spans))
-    return replace(reply, started=began, spans=spans), written
+    return reply._replace(started=began), written
 
 
 def _died(process: Process, how: str) -> WorkerDied:

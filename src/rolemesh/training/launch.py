@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -18,17 +19,18 @@ from typing import Any, TypeVar
 from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
-from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
+from rolemesh.errors import ConfigError, ResourceError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import Journal, RunDirectory, read_journal, read_json_lines, write_json, write_text
-from rolemesh.plan import Inventory, local_inventory, plan_json
+from rolemesh.plan import Inventory, Plan, held_as_free, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.training import checkpoint as checkpoints
 from rolemesh.training import phases, settings, watch
+from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
-from rolemesh.training.preflight import Prepared, prepare
+from rolemesh.training.preflight import Checked, Prepared, check
 from rolemesh.training.recorder import Display, Recorder
 from rolemesh.training.run import Progress, TrainingRun
-from rolemesh.training.session import Session, python_path
+from rolemesh.training.session import Session
 
 T = TypeVar("T")
 Loop = Callable[[TrainingRun], Awaitable[None]]
@@ -37,15 +39,34 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run."""
 
 
-def backend_for(config: Config, inventory: Inventory, run: str | None = None) -> Backend:
-    """The backend of a config for a run, with exactly the resources that were planned. Workers import user code from where we do."""
+def backend_for(config: Config, inventory: Inventory | None, run: str) -> Backend:
+    """The backend of a config for a run: with exactly the resources of the inventory, or on the config's cluster. Workers import user code
+    from where the controller does."""
     if config.backend == "local":
         return create_backend("local")
-    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
     cluster = config.cluster
-    own = {"num_cpus": math.ceil(cpus), "num_gpus": gpus} if cluster.address is None else {}
-    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live}
-    return create_backend("ray", address=cluster.address, run=run, pythonpath=python_path(), **kept, **own)
+    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live, "run": run, "pythonpath": python_path()}
+    if inventory is None:
+        return create_backend("ray", address=cluster.address, **kept)
+    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
+    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, **kept)
+
+
+def own_inventory(config: Config) -> Inventory | None:
+    """The machine that the run has to itself; None when it joins a cluster, whose inventory is taken there."""
+    return None if joins_cluster(config) else local_inventory()
+
+
+async def ready(checked: Checked, backend: Backend, inventory: Inventory | None, run: str, tell: Callable[[Wait], None]) -> Prepared:
+    """What was checked, with a plan: for that inventory, or for the cluster that the backend has joined, where the run may use what it has
+    from an earlier driver. Raises ResourceError."""
+    if inventory is not None:
+        return checked.with_plan(checked.plan_for(inventory))
+
+    def plan(found: Inventory) -> Plan:
+        return checked.plan_for(held_as_free(found, run))
+
+    return checked.with_plan(await admitted(checked.placed, backend, plan, tell))
 
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
@@ -100,31 +121,46 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     """Train to the end, by a loop of your own if you give one, and return the summary. Raises what the run raises, and KeyboardInterrupt
     after an interrupt (the state of all complete steps is saved then); whatever was started is freed before. A run that is to be resumed
     is not touched before everything about it was checked."""
-    inventory = local_inventory()
-    prepared = prepare(config, inventory, warm_start=resume is None)
-    directory = resume or RunDirectory.create(config.runs_dir, config.name)
-    with claimed(directory):
-        checkpoint = _find_checkpoint(resume, prepared) if resume is not None else None
+    inventory = own_inventory(config)
+    checked = check(config, inventory, warm_start=resume is None)
+    with run_directory(config, resume) as directory:
+        checkpoint = _find_checkpoint(directory, checked) if resume is not None else None
         backend = backend_for(config, inventory, directory.name)
-        summary = run_on(backend, _train(prepared, directory, backend, display, checkpoint, loop))
+
+        async def main() -> dict[str, Any]:
+            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
+            return await _train(prepared, directory, backend, display, checkpoint, loop)
+
+        summary = run_on(backend, main())
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt
     return summary
 
 
 @contextmanager
-def claimed(directory: RunDirectory) -> Iterator[None]:
-    """Hold the directory of a run; one that ends before its session began says so in its status. Raises ConfigError as `held` does."""
+def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
+    """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
+    otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
+    directory = resume or RunDirectory.create(config.runs_dir, config.name)
     with directory.held():
         try:
-            yield
+            yield directory
         except BaseException as error:
-            if directory.read_status().get("state") == "created":
+            state = directory.read_status().get("state")
+            if isinstance(error, ResourceError) and state == "created":
+                shutil.rmtree(directory.path)
+            elif state in ("created", "waiting"):
                 directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
             raise
 
 
-def _find_checkpoint(directory: RunDirectory, prepared: Prepared) -> Checkpoint:
+def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
+    """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
+    display.phase("waiting", str(wait))
+    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
+
+
+def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
     """The newest complete checkpoint, checked against the config. Raises ConfigError."""
     folder, skipped = checkpoints.newest(directory)
     state = checkpoints.read_state(folder)
@@ -209,6 +245,8 @@ async def open_run(
         directory.write_status(watch.status(directory, config, progress, "starting", "starting", []))
         for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
             recorder.note(warning)
+        if joins_cluster(config):
+            display.note(meeting_points(prepared.plan, config.cluster.interface))
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
             observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal,

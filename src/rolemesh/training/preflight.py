@@ -17,14 +17,38 @@ from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import check_weights, load_config, load_tokenizer
 from rolemesh.names import CRITIC
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
-from rolemesh.plan import Inventory, Plan, build_plan, check_versions, with_versions
+from rolemesh.plan import RUN_HELPERS, Inventory, Plan, VersionReport, build_plan, check_versions, impossible, with_versions
 from rolemesh.rewards import REWARDS, check_rewards
 from rolemesh.roles import worker_class
+from rolemesh.training.environment import check_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a run starts from once nothing is left to refuse but a place for it."""
+
+    config: Config
+    placed: Config
+    """The config with the roles and pools that will be started alone."""
+    versions: VersionReport
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptMixture
+    eval_set: EvalSet
+    sft_prompts: PromptMixture | None
+
+    def plan_for(self, inventory: Inventory) -> Plan:
+        return _plan(self.placed, inventory, self.versions)
+
+    def with_plan(self, plan: Plan) -> Prepared:
+        return Prepared(
+            config=self.config, plan=plan, tokenizer=self.tokenizer, prompts=self.prompts, eval_set=self.eval_set,
+            sft_prompts=self.sft_prompts,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +64,18 @@ class Prepared:
 
 
 def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Prepared:
-    """Check everything. Raises ConfigError with all problems of config, model, data, rewards and plan, or ResourceError when only the
-    plan has some. `warm_start` off leaves out the data of the `sft` section, where it is not used (any more). `roles` names those that
-    will be started, for evaluation or generation: what only training needs is not asked for then, nor is room for other roles."""
-    training = roles is None
+    """Check everything and place it on machines that this run has to itself. Raises ConfigError or ResourceError, as `check` does."""
+    checked = check(config, inventory, warm_start=warm_start, roles=roles)
+    return checked.with_plan(checked.plan_for(inventory))
+
+
+def check(config: Config, inventory: Inventory | None, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Checked:
+    """Check everything that can be known without a cluster. Raises ConfigError with all problems of config, model, data, rewards and
+    plan, or ResourceError when only the plan has some. Without an inventory, of a cluster that is still to be joined, the plan's
+    problems are those that no cluster can solve. `warm_start` off leaves out the data of the `sft` section, where it is not used (any
+    more). `roles` names those that will be started, for evaluation or generation: what only training needs is not asked for then, nor
+    is room for other roles."""
+    training, placed = roles is None, _with_roles(config, roles)
     versions = check_versions(config.rollout.engine)
     problems = [*check_config(config, training=training, builtins=_builtin_names()), *versions.problems]
     readable = _collect(problems, lambda: load_config(config.model)) is not None
@@ -66,16 +98,24 @@ def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, ro
     _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
-    placed = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
-    plan = with_versions(build_plan(_with_roles(config, roles), inventory), versions) if placed else None
+    _collect(problems, lambda: check_environment(config))
+    places = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
+    unplaced: tuple[Problem, ...] = ()
+    if places:
+        unplaced = impossible(placed) if inventory is None else _plan(placed, inventory, versions).problems
     if problems:
-        raise ConfigError(problems=[*problems, *(plan.problems if plan is not None else ())])
+        raise ConfigError(problems=[*problems, *unplaced])
+    if unplaced:
+        raise ResourceError(problems=unplaced)
     assert tokenizer is not None
     assert opened is not None
-    assert plan is not None
-    if plan.problems:
-        raise ResourceError(problems=plan.problems)
-    return Prepared(config=config, plan=plan, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
+    return Checked(
+        config=config, placed=placed, versions=versions, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts
+    )
+
+
+def _plan(config: Config, inventory: Inventory, versions: VersionReport) -> Plan:
+    return with_versions(build_plan(config, inventory, helpers=RUN_HELPERS), versions)
 
 
 def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import sysconfig
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
@@ -71,7 +69,8 @@ class Session:
     def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
         bundles = [bundle for bundle, _ in self._bundles[name]]
         log_dir = self._run_dir / "logs" if self._run_dir else None
-        return Pool(self.backend, name, bundles, nodes, log_dir=log_dir)
+        interface = self.config.cluster.interface
+        return Pool(self.backend, name, bundles, nodes, log_dir=log_dir, interface=interface)
 
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
@@ -160,8 +159,12 @@ class Session:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _nodes(self) -> Sequence[NodeInfo]:
-        """The backend's nodes that stand for the plan's, in order. Raises ResourceError when there are fewer, or smaller ones."""
-        found = (await self.backend.inventory()).nodes
+        """The plan's nodes as the backend knows them: where the plan is not of its making, those that stand for them in their order.
+        Raises ResourceError when there are fewer, or smaller ones."""
+        inventory = await self.backend.inventory()
+        found = inventory.nodes
+        if inventory.origin == self.plan.origin:
+            return self.plan.nodes  # of which those in use are there, or a pool says that they are gone
         for index, planned in enumerate(self.plan.nodes):
             need, free = f"{planned.cpus:g} CPUs and {planned.gpus} GPUs", "no such node"
             if index < len(found):
@@ -280,16 +283,13 @@ def _place(worker: WorkerPlan) -> tuple[str, int]:
 
 
 def _bundles(plan: Plan, pool: str, roles: Sequence[str]) -> list[tuple[Bundle, tuple[str, int]]]:
-    """The places of a pool that the roles need, slots first, each with what identifies it."""
+    """The places of a pool that the roles need, each with what identifies it: slots, processes beside them, and spare slots, which are
+    held for workers that have to be replaced."""
     workers = [worker for worker in plan.workers if worker.pool == pool and worker.role in roles]
     workers.sort(key=lambda worker: (worker.slot is None, worker.slot or 0))
     places: dict[tuple[str, int], Bundle] = {}
-    for worker in workers:
-        places.setdefault(_place(worker), Bundle(node=worker.node, cpus=worker.cpus, gpus=worker.gpus, resources=worker.resources))
+    for place in workers:
+        places.setdefault(_place(place), Bundle(node=place.node, cpus=place.cpus, gpus=place.gpus, resources=place.resources))
+    for spare in plan.pools[pool].spares if workers else ():
+        places["spare", spare.index] = Bundle(node=spare.node, cpus=spare.cpus, gpus=spare.gpus, resources=spare.resources)
     return [(bundle, place) for place, bundle in places.items()]
-
-
-def python_path() -> list[str]:
-    """Where the controller finds a user's own code (the working directory, PYTHONPATH, a script's folder), for its workers too."""
-    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return [entry for entry in sys.path if Path(entry).is_dir() and not any(Path(entry).is_relative_to(folder) for folder in libraries)]

@@ -99,9 +99,9 @@ async def _follow(run: TrainingRun) -> None:
             change = await wishes.next(QUIET_SECONDS)
         except DeadlineExceeded:
             continue  # nobody wished anything
-        answer = f"{ANSWERS}{change.key.removeprefix(WISHES)}"
-        if change.kind == "put" and await store.look(answer) is None:  # else an earlier driver has answered
-            await store.put(answer, _answer(run, change.value))
+        if change.kind == "put":
+            await store.put(f"{ANSWERS}{change.key.removeprefix(WISHES)}", _answer(run, change.value))
+            await store.delete(change.key)  # the next controller of this run has it in its config
 
 
 def _answer(run: TrainingRun, overrides: Sequence[str]) -> dict[str, Any]:

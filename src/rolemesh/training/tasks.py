@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,44 +13,52 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.models import encode_prompt
-from rolemesh.observe import RunDirectory, write_json
-from rolemesh.plan import local_inventory
+from rolemesh.observe import write_json
 from rolemesh.runtime import Backend, CallRecord
 from rolemesh.training import evaluation, phases
-from rolemesh.training.launch import backend_for, claimed, open_run, run_on
-from rolemesh.training.preflight import Prepared, prepare
+from rolemesh.training.admission import Wait
+from rolemesh.training.launch import backend_for, open_run, own_inventory, ready, run_directory, run_on, tell_wait
+from rolemesh.training.preflight import Checked, Prepared, check
 from rolemesh.training.recorder import Display
 from rolemesh.training.session import Session
 
 
+def _ignore_wait(wait: Wait) -> None:
+    """Whoever evaluates from a program sees the outcome."""
+
+
 def run_sft(config: Config, display: Display) -> Path:
     """Fine-tune by the `sft` section; returns the Hugging Face folder that it leaves."""
-    inventory = local_inventory()
-    prepared = prepare(config, inventory)
-    directory = RunDirectory.create(config.runs_dir, config.name)
-    backend = backend_for(config, inventory, directory.name)
+    inventory = own_inventory(config)
+    checked = check(config, inventory)
+    with run_directory(config) as directory:
+        backend = backend_for(config, inventory, directory.name)
 
-    async def main() -> Path:
-        async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
-            await phases.warm_start(run)
-            await phases.save(run)
-            folder = directory.checkpoint(0) / "model"
-            write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
-            return folder
+        async def main() -> Path:
+            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
+            async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
+                await phases.warm_start(run)
+                await phases.save(run)
+                folder = directory.checkpoint(0) / "model"
+                write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
+                return folder
 
-    with claimed(directory):
         return run_on(backend, main())
 
 
-def run_evaluation(config: Config, sampling: evaluation.Sampling | None = None) -> dict[str, float]:
-    """How well the config's model answers the held-out prompts: greedily, or by several samples a prompt."""
-    inventory = local_inventory()
+def run_evaluation(
+    config: Config, sampling: evaluation.Sampling | None = None, *, tell: Callable[[Wait], None] = _ignore_wait
+) -> dict[str, float]:
+    """How well the config's model answers the held-out prompts: greedily, or by several samples a prompt. `tell` hears of a wait for
+    room on a cluster."""
+    inventory = own_inventory(config)
     roles = ["rollout", "reward"]
-    prepared = prepare(config, inventory, roles=roles)
+    checked = check(config, inventory, roles=roles)
     run = f"{config.name}-{secrets.token_hex(6)}"
     backend = backend_for(config, inventory, run)
 
     async def main() -> dict[str, float]:
+        prepared = await ready(checked, backend, inventory, run, tell)
         async with _session(prepared, backend, run, roles) as session:
             await session.groups["rollout"].serve_folder(0)
             if sampling is None:
@@ -67,13 +75,14 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError.one("temperature", "must be a number of at least 0", str(temperature), "0 is greedy, 1 samples as in training")
-    inventory = local_inventory()
-    prepared = prepare(config, inventory, roles=["rollout"])
-    ids = _encoded(prepared, prompts)
+    inventory = own_inventory(config)
+    checked = check(config, inventory, roles=["rollout"])
+    ids = _encoded(checked, prompts)
     run = f"{config.name}-{secrets.token_hex(6)}"
     backend = backend_for(config, inventory, run)
 
     async def main() -> list[str]:
+        prepared = await ready(checked, backend, inventory, run, _ignore_wait)
         async with _session(prepared, backend, run, ["rollout"]) as session:
             await session.groups["rollout"].serve_folder(0)
             rows = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
@@ -84,7 +93,7 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     return run_on(backend, main())
 
 
-def _encoded(prepared: Prepared, prompts: Sequence[str]) -> list[list[int]]:
+def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of every prompt. Raises ConfigError with all that cannot be used."""
     if not prompts:
         raise ConfigError.one("prompts", "there must be at least one", "none", "Give them as arguments, or on standard input, a line each")

@@ -7,9 +7,12 @@ restarts actors nor retries tasks for us. A pool or a call that does not come to
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,20 +30,19 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, Problem, ResourceError, RolemeshError, WorkerDied, WorkerError
-from rolemesh.plan.inventory import order_nodes
+from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
-from rolemesh.runtime.janitor_process import PROCESS
 from rolemesh.runtime.ray.cluster import RayCluster
-from rolemesh.runtime.ray.host import RayHost, end_process, find_process
-from rolemesh.runtime.ray.nodes import find_nodes
+from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
+from rolemesh.runtime.ray.nodes import NODE_LABEL, find_inventory, probe_nodes, request_nodes
+from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
 from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
-from rolemesh.runtime.ray.waiting import first_lines, plain, within
+from rolemesh.runtime.ray.waiting import first_lines, import_failure, plain, within
 
 T = TypeVar("T")
-NODE_LABEL = "ray.io/node-id"
 LOG_TAIL_LINES = 20
 ANSWER_SECONDS = 10.0
 """How long a process that is to be taken over gets to answer."""
@@ -88,8 +90,7 @@ class RayBackend:
             pythonpath=pythonpath,
         )
         self.prefix = f"{self._cluster.run}/"
-        self._groups: dict[str, dict[int, PlacementGroup]] = {}
-        self._bundles: dict[str, tuple[Bundle, ...]] = {}
+        self._pools: dict[str, ReservedPool] = {}
         self._stores: list[RayStoreLink] = []
 
     # -- life -----------------------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class RayBackend:
         await asyncio.sleep(seconds)
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
-        link = RayStoreLink(run, lifetime=self._lifetime)
+        link = RayStoreLink(run, node, lifetime=self._lifetime)
         self._stores.append(link)
         await link.start(deadline)
         return link
@@ -124,7 +125,7 @@ class RayBackend:
     async def close(self) -> None:
         while self._stores:
             await self._stores.pop().stop()
-        for name in list(self._groups):
+        for name in list(self._pools):
             await self.release_pool(name)
 
     def stop(self) -> None:
@@ -137,64 +138,58 @@ class RayBackend:
     # -- resources ------------------------------------------------------------------------------------------------------------
 
     async def inventory(self) -> Inventory:
-        by_name = {info.name: info for info in (await find_nodes()).values()}
-        return Inventory(nodes=tuple(by_name[name] for name in order_nodes(list(by_name))), origin="ray cluster")
+        return await find_inventory()
+
+    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
+        return await probe_nodes(inventory, nodes, deadline)
+
+    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
+        await request_nodes(wanted)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        ids = {info.name: node_id for node_id, info in (await find_nodes()).items()}
-        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].name not in ids]
+        alive = {info.labels.get(NODE_LABEL): info.name for info in (await find_inventory()).nodes}
+        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].labels.get(NODE_LABEL) not in alive]
         if gone:
-            raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {', '.join(ids)}", "Plan again with the nodes there are")
-        groups: dict[int, PlacementGroup] = {}
-        self._groups[name], self._bundles[name] = groups, tuple(bundles)
+            known = ", ".join(alive.values())
+            raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
+        pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
         for node in sorted({bundle.node for bundle in bundles}):
-            shares = [_resources(bundle) for bundle in bundles if bundle.node == node]
-            selector = [{NODE_LABEL: ids[nodes[node].name]}] * len(shares)
-            groups[node] = placement_group(
-                shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime,
-                bundle_label_selector=selector,
-            )  # fmt: skip
-        ends = self.time() + deadline
-        for group in groups.values():
-            if not await _placed(group, ends - self.time()):
-                problems = await self._shortage(name, nodes)
-                await self.release_pool(name)
-                raise ResourceError(problems=problems)
-
-    async def _shortage(self, name: str, nodes: Sequence[NodeInfo]) -> list[Problem]:
-        """What each node of a pool that could not be placed lacks."""
-        free = {info.name: info for info in (await self.inventory()).nodes}
-        problems = []
-        for node in sorted({bundle.node for bundle in self._bundles[name]}):
-            mine = [bundle for bundle in self._bundles[name] if bundle.node == node]
-            info = free.get(nodes[node].name)
-            have = f"free CPU {info.free_cpus:g}, GPU {info.free_gpus}" if info else "the node is gone"
-            need = f"CPU {sum(bundle.cpus for bundle in mine):g}, GPU {sum(bundle.gpus for bundle in mine)}"
-            problems.append(
-                Problem(
-                    subject=f"pool {name} on node {nodes[node].name}", need=need, free=have, remedy="Lower pools.*.nodes or pools.*.cpus"
-                )
+            reserved, homes = pool.layout(node)
+            selector = [{NODE_LABEL: nodes[node].labels[NODE_LABEL]}] * len(reserved)
+            pool.groups[node] = placement_group(
+                reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
             )
-        return problems
+            pool.homes.update(homes)
+        ends = self.time() + deadline
+        try:
+            waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
+            problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
+        except BaseException:
+            await self.release_pool(name)
+            raise
+        if problems:
+            await self.release_pool(name)
+            raise ResourceError(problems=problems)
 
     async def release_pool(self, name: str) -> None:
-        for group in self._groups.pop(name, {}).values():
+        pool = self._pools.pop(name, None)
+        for group in pool.groups.values() if pool is not None else ():
             remove_placement_group(group)
-        self._bundles.pop(name, None)
 
     async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
         there = (await reserved(name)).get(name, [])
-        ids = {info.name: node_id for node_id, info in (await find_nodes()).items()}
-        groups: dict[int, PlacementGroup] = {}
-        for node in {bundle.node for bundle in bundles}:
-            shares = [_resources(bundle) for bundle in bundles if bundle.node == node]
-            standing = next((found.group for found in there if found.holds(ids.get(nodes[node].name, ""), shares)), None)
+        pool = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
+        touched = {bundle.node for bundle in bundles}
+        for node in touched:
+            shares, homes = pool.layout(node)
+            standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_LABEL], shares)), None)
             if standing is not None:
-                groups[node] = standing
-        if not groups or len(groups) != len(there) or groups.keys() != {bundle.node for bundle in bundles}:
+                pool.groups[node] = standing
+                pool.homes.update(homes)
+        if not touched or len(there) != len(touched) or pool.groups.keys() != touched:
             _remove(there)
             return None
-        self._groups[name], self._bundles[name] = groups, tuple(bundles)
+        self._pools[name] = pool
         self._kept = False
         found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
         return [process for process in found if process is not None]
@@ -213,8 +208,7 @@ class RayBackend:
 
     def detach(self, name: str) -> None:
         self._kept = True
-        self._groups.pop(name, None)
-        self._bundles.pop(name, None)
+        self._pools.pop(name, None)
         self._stores = [store for store in self._stores if store.run != name]
 
     async def give_back(self, keep: Collection[str]) -> None:
@@ -225,37 +219,36 @@ class RayBackend:
     # -- processes ------------------------------------------------------------------------------------------------------------
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
-        bundle = self._bundles[spec.pool][spec.bundle]
-        index = [i for i, other in enumerate(self._bundles[spec.pool]) if other.node == bundle.node].index(spec.bundle)
-        strategy = PlacementGroupSchedulingStrategy(self._groups[spec.pool][bundle.node], placement_group_bundle_index=index)
+        pool = self._pools[spec.pool]
+        bundle, node = pool.bundles[spec.bundle], pool.nodes[pool.bundles[spec.bundle].node]
+        group = pool.groups[bundle.node]
+        taken = amounts(bundle)
         ends = self.time() + deadline
-        mark = f"{spec.name}~{secrets.token_hex(4)}"  # of this process alone: the janitor ends what the one before of this name has left
         host = RayHost.options(  # type: ignore[attr-defined]
             name=spec.name,
             namespace=NAMESPACE,
             lifetime=self._lifetime,
-            num_cpus=bundle.cpus,
-            num_gpus=bundle.gpus,
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": {**spec.env, PROCESS: mark}},
+            num_cpus=taken.pop("CPU", 0),
+            num_gpus=taken.pop("GPU", 0),
+            resources=taken,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
         try:
-            actor = await named(lambda: host.remote(spec), ends)
+            actor = await named(lambda: host.remote(spec, node.name), ends)
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
+        starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
         try:
-            answer = actor.who.remote()
-            _, node, address, pid, created = await self._settle(answer, ends - self.time(), f"process {spec.name} to start", spec)
+            subject = f"process {spec.name} to start"
+            _, _, address, pid, created = await self._settle(actor.who.remote(), ends - self.time(), subject, starting)
         except BaseException:  # also when nobody waits for it any more: it must not start later
             ray.kill(actor, no_restart=True)
             raise
-        return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=actor)
+        return replace(starting, address=address, pid=pid, created=created)
 
     async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
         rank = spec.context.rank
-        failure = await self._settle(
-            process.handle.add_worker.remote(spec), deadline, f"{spec.group} rank {rank} to be made", process.spec, process
-        )
+        failure = await self._settle(process.handle.add_worker.remote(spec), deadline, f"{spec.group} rank {rank} to be made", process)
         if failure is not None:
             raise WorkerError(
                 group=spec.group, rank=rank, node=process.node, pid=process.pid, method="__init__",
@@ -264,33 +257,31 @@ class RayBackend:
             ) from failure.error  # fmt: skip
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        reply_ref, numbers, others = process.handle.execute.options(num_returns=3).remote(call, *blocks)
-        reply: asyncio.Future[Reply] = asyncio.ensure_future(self._reply(reply_ref, process))
+        numbers = others = None
+        if call.writes:
+            answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        else:
+            answered = process.handle.answer.remote(flat_call(call), *blocks)
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] = loop.create_future()
+        answered.future().add_done_callback(partial(_hand_over, loop, reply, process))
         return Pending(process=process, call=call, reply=reply, blocks=(numbers, others))
-
-    async def _reply(self, ref: Any, process: Process) -> Reply:
-        try:
-            answer: Reply = await ref
-        except RayError as error:
-            raise _failed(process, error) from error
-        return answer
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         subject = f"the control thread of {process.spec.name} to answer {request!r}"
-        return await self._settle(process.handle.control.remote(request, kwargs), deadline, subject, process.spec, process)
+        return await self._settle(process.handle.control.remote(request, kwargs), deadline, subject, process)
 
-    async def _settle(self, ref: Any, deadline: float, subject: str, spec: ProcessSpec, process: Process | None = None) -> Any:
+    async def _settle(self, ref: Any, deadline: float, subject: str, process: Process) -> Any:
         try:
             return await within(deadline, ref)
         except RayError as error:
-            known = process or Process(spec=spec, node="", address="", pid=0, handle=None)
-            raise _failed(known, error) from error
+            raise _failed(process, error) from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline) from error
 
     async def kill(self, process: Process) -> None:
         ray.kill(process.handle, no_restart=True)
-        if process.address == ray.util.get_node_ip_address():
+        if process.address in (ray.util.get_node_ip_address(), *network_interfaces().values()):
             ends = self.time() + KILL_SECONDS
             while find_process(process.pid, process.created) is not None and self.time() < ends:
                 await self.sleep(0.02)
@@ -310,6 +301,26 @@ class RayBackend:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
+def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+    """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_resolve, reply, process, answered)
+
+
+def _resolve(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+    error = answered.exception(timeout=0)
+    if reply.done():  # cancelled
+        return
+    if error is None:
+        reply.set_result(whole_reply(answered.result(timeout=0)))
+        return
+    told = _failed(process, error) if isinstance(error, RayError) else error
+    if told is not error:
+        told.__cause__ = error
+    reply.set_exception(told)
+    reply.exception()  # seen: the controller may have stopped waiting, and asyncio would report it as lost
+
+
 def _remove(groups: Iterable[Reserved]) -> None:
     """Ray ends what runs in them."""
     for found in groups:
@@ -324,10 +335,6 @@ async def _placed(group: PlacementGroup, seconds: float) -> bool:
     return True
 
 
-def _resources(bundle: Bundle) -> dict[str, float]:
-    return {"CPU": bundle.cpus, **({"GPU": bundle.gpus} if bundle.gpus else {}), **bundle.resources}
-
-
 def _failed(process: Process, error: RayError) -> RolemeshError:
     """What a Ray error means for a call: data or a process that is gone, an error of ours, or one around the method (pickling)."""
     cause = _cause(error)
@@ -335,6 +342,8 @@ def _failed(process: Process, error: RayError) -> RolemeshError:
         return cause
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
+    if missing := import_failure(process.node, cause):
+        return _worker_error(WorkerError, process, "ModuleNotFoundError", missing, original_traceback=str(error))
     if not isinstance(error, GONE):
         return _worker_error(WorkerError, process, type(cause).__name__, str(cause), original_traceback=str(error))
     reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died"

@@ -15,9 +15,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
+from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
+from rolemesh.runtime.ray.nodes import NODE_LABEL
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, named
 
 T = TypeVar("T")
@@ -51,8 +53,8 @@ class RayStore:
 class RayStoreLink:
     """Found by the run's name, so that it finds the next life of the store too. `lifetime` is Ray's, of the actor."""
 
-    def __init__(self, run: str, *, lifetime: str | None = None) -> None:
-        self.run, self._life, self._lifetime = run, 0, lifetime
+    def __init__(self, run: str, node: NodeInfo | None = None, *, lifetime: str | None = None) -> None:
+        self.run, self._node, self._life, self._lifetime = run, node, 0, lifetime
         self._actor: Any = None
         self._owned: Any = None
         """Where it was started: Ray ends an actor when the first handle to it is gone."""
@@ -118,21 +120,24 @@ class RayStoreLink:
         clock = time.time_ns() // 1_000_000 if self._lifetime else 0  # higher than any before, whoever started that
         self._life = max(self._life + 1, clock)
         ends = time.monotonic() + deadline
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        node = self._node.labels[NODE_LABEL] if self._node is not None else ray.get_runtime_context().get_node_id()
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
         store = RayStore.options(  # type: ignore[attr-defined]
             name=self._name, namespace=NAMESPACE, lifetime=self._lifetime, scheduling_strategy=here
         )
         try:
             self._owned = self._actor = await named(lambda: store.remote(self._life), ends)
             async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
-                _, self._process = await self._owned.who.remote()
+                _, process = await self._owned.who.remote()
+            if self._node is None or self._node.address == ray.util.get_node_ip_address():
+                self._process = process
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the store of {self.run} to start", seconds=deadline) from error
 
     async def stop(self) -> None:
-        """It lives on the node where it was started, so its process can be ended even if it does not answer."""
+        """On this machine its process is ended even if it does not answer."""
         owned, process = self._owned, self._process
         self._owned = self._actor = self._process = None
         if owned is None:

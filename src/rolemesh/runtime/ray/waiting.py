@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -23,3 +24,14 @@ async def within(seconds: float, awaited: Awaitable[T]) -> T:
 def first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:4])
+
+
+def import_failure(node: str, error: Exception) -> str | None:
+    """What to say of a process that could not import what it was to run; None for any other error."""
+    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", str(error))
+    if missing is None:
+        return None
+    return (
+        f"node {node} cannot import the module {missing[1]!r}. Nothing is uploaded to the nodes: install it there, or put its folder where "
+        "every node sees it under the same path, and on PYTHONPATH"
+    )

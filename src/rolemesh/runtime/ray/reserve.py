@@ -1,0 +1,102 @@
+"""What to ask Ray for so that the bundles of a pool on one node get what the plan gave them. Called by `backend.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ray.util.placement_group import PlacementGroup
+
+from rolemesh.errors import Problem
+from rolemesh.plan.ledger import DEVICES, amounts_text
+from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.protocols.backend import Bundle
+from rolemesh.runtime.ray.nodes import NODE_LABEL
+
+RESOLUTION = 10_000
+"""Ray counts in parts of this and rounds: six times 1/6 would be more than one device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedPool:
+    """A pool that was asked for: one placement group for each node it touches, and where in it each bundle lives."""
+
+    bundles: tuple[Bundle, ...]
+    nodes: tuple[NodeInfo, ...]
+    groups: dict[int, PlacementGroup] = field(default_factory=dict)
+    homes: dict[int, int] = field(default_factory=dict)
+
+    def layout(self, node: int) -> tuple[list[dict[str, float]], dict[int, int]]:
+        """(what to reserve on a node, which of it each bundle there lives in)."""
+        here = [position for position, bundle in enumerate(self.bundles) if bundle.node == node]
+        reserved, homes = reservations([self.bundles[position] for position in here])
+        return reserved, dict(zip(here, homes, strict=True))
+
+
+def amounts(bundle: Bundle) -> dict[str, float]:
+    """What one bundle takes, by resource. A part 1/k of a device is rounded down, so that k of them fit on it."""
+    wanted = {"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources}
+    return {name: _part(amount) if _shared(name, amount) else amount for name, amount in wanted.items() if amount}
+
+
+def _shared(name: str, amount: float) -> bool:
+    return name in DEVICES and 0 < amount < 1
+
+
+def _part(amount: float) -> float:
+    return math.floor(RESOLUTION / round(1 / amount)) / RESOLUTION
+
+
+def reservations(bundles: Sequence[Bundle]) -> tuple[list[dict[str, float]], list[int]]:
+    """(what to reserve, which of it each bundle lives in) for bundles of one node.
+
+    As many equal bundles as share one device are reserved as one, which has the device to itself: else Ray would put the first of them
+    beside a stranger's part. Those that are left reserve their parts, and may share a device with what other pools have left.
+    """
+    reserved: list[dict[str, float]] = []
+    homes = [0] * len(bundles)
+    alike: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    for position, bundle in enumerate(bundles):
+        alike.setdefault(tuple(amounts(bundle).items()), []).append(position)
+    for shape, positions in alike.items():
+        several = max((math.floor(1 / amount) for name, amount in shape if _shared(name, amount)), default=1)
+        whole = len(positions) // several * several
+        for start in range(0, len(positions), several):
+            members = positions[start : start + several]
+            if start < whole and several > 1:
+                reserved.append({name: 1.0 if _shared(name, amount) else several * amount for name, amount in shape})
+            else:
+                reserved += [dict(shape)] * len(members)
+            for offset, position in enumerate(members):
+                homes[position] = len(reserved) - 1 if start < whole else len(reserved) - len(members) + offset
+    return reserved, homes
+
+
+def shortage(name: str, pool: ReservedPool, waiting: Sequence[int], now: Inventory) -> list[Problem]:
+    """What the nodes lack on which a pool found no room: wanted, free, and who holds the rest."""
+    nodes = {node.labels.get(NODE_LABEL): node for node in now.nodes}
+    problems = []
+    for index in waiting:
+        wanted: dict[str, float] = {}
+        for bundle in pool.bundles:
+            if bundle.node == index:
+                for resource, amount in {"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources}.items():
+                    wanted[resource] = wanted.get(resource, 0) + amount
+        node = nodes.get(pool.nodes[index].labels.get(NODE_LABEL))
+        problems.append(
+            Problem(
+                subject=f"pool {name} on node {pool.nodes[index].name}",
+                need=f"wanted {amounts_text(wanted)}",
+                free=_free(node, wanted) if node is not None else "the node is gone",
+                remedy="Free them, give pools.*.nodes fewer slots there, or lower pools.*.cpus",
+            )
+        )
+    return problems
+
+
+def _free(node: NodeInfo, names: Mapping[str, float]) -> str:
+    totals = {"CPU": node.cpus, "GPU": node.gpus, **node.resources}
+    free = ", ".join(f"{node.usable(name):g} of {totals.get(name, 0):g} {name}" for name in names if names[name] or name == "CPU")
+    held = ", ".join(f"{holder} {amounts_text(held)}" for holder, held in node.holders.items())
+    return f"free {free}" + (f"; held by {held}" if held else "")
