@@ -114,7 +114,7 @@ def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_
     assert not any(map(psutil.pid_exists, pids)), "a run that ends in order frees everything"
     seconds = ready(run, began)
     sys.stdout.write(f"attached after {seconds:.1f} s\n")
-    assert seconds < 30, "under 5 s on a machine that does nothing else"
+    assert seconds < 60, "under 5 s on a machine that does nothing else"
 
 
 def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, undisturbed: RunDirectory) -> None:
