@@ -35,7 +35,7 @@ async def test_a_wait_ends_with_its_deadline():
 def listening() -> Iterator[str]:
     """An address where somebody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield "127.0.0.1:%d" % server.getsockname()[1]
+        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def test_a_cluster_that_does_not_come_up_is_an_error_of_ours_and_handlers_stay(monkeypatch, listening):

@@ -73,13 +73,12 @@ class RayCluster:
         if self._address is None:
             enable_token_auth_by_default()
             ensure_token_if_auth_enabled()
-            if not address:
-                address = self._start_head(self._janitor.folder)
-                self._janitor.tell("address", address=address)
+            address = address or self._start_head(self._janitor.folder)
         env = {RUN: self.run}
         if self._pythonpath:
             env["PYTHONPATH"] = os.pathsep.join(self._pythonpath)
         join(address, runtime_env={"env_vars": env})
+        self._janitor.tell("address", address=self.address)
 
     def _start_head(self, folder: Path) -> str:
         """In a session of its own, so that signals to this process's group or terminal do not reach it."""
