@@ -3,10 +3,11 @@ without any role."""
 
 from rolemesh.protocols.backend import Backend, Bundle, Process
 from rolemesh.protocols.store import KvChange, KvEntry, OpenWait, StoreLink, Waits, WaitStatistic
+from rolemesh.runtime.calls import CallRecord, together
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Share, Topology
 from rolemesh.runtime.faults import Fault, Faults
-from rolemesh.runtime.group import CallRecord, Deadlines, WorkerGroup, together
+from rolemesh.runtime.group import Deadlines, WorkerGroup
 from rolemesh.runtime.guard import ResourceGuard
 from rolemesh.runtime.kv_blocking import BlockingKvStore
 from rolemesh.runtime.kv_keeper import kept_alive

@@ -14,54 +14,29 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
-from rolemesh.observe import Journal, Metrics, Span
-from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report, WorkerSpec
+from rolemesh.observe import Journal, Metrics
+from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
+from rolemesh.runtime.calls import Called, CallRecord, all_or_first_failure, answer_of, failed, first_cause, named, tell, together
+from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
 from rolemesh.runtime.pool_view import PoolView
-from rolemesh.runtime.stored import Stored, take_out
+from rolemesh.runtime.stored import take_out
 from rolemesh.runtime.worker import Settled, Worker, WorkerContext, registered_methods, settled_methods
 
-T = TypeVar("T")
 UNWIND_SECONDS = 10.0
 """How long the other ranks of a failed call get to come back after their communicators were cut."""
 LIFE = frozenset(registered_methods(Worker))
 """Methods that make a communicator, and so need none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRecord:
-    """One finished call of a group, for whoever observes: controller wall time in seconds (backend clock) and the ranks' replies, each
-    with the name of its process."""
-
-    id: str
-    group: str
-    method: str
-    started: float
-    ended: float
-    replies: tuple[Reply, ...]
-    processes: tuple[str, ...]
-    metrics: Metrics
-
-    @property
-    def spans(self) -> list[Span]:
-        """Rank after rank: the whole call, then what the worker recorded within."""
-        spans = []
-        for reply, process in zip(self.replies, self.processes, strict=True):
-            args = {"call": self.id}
-            spans.append(Span(name=self.method, start=reply.started, end=reply.ended, process=process, track=self.group, args=args))
-            spans += reply.spans
-        return spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +47,6 @@ class Deadlines:
     join: float = 60.0
     call: float = 1800.0
     control: float = 10.0
-
-
-Called = Mapping[int, Pending]
-"""The calls under way, by rank."""
 
 
 def _observe_nothing(record: CallRecord) -> None:
@@ -166,7 +137,7 @@ class WorkerGroup:
         try:
             await self.pool.backend.add_worker(process, spec, deadline)
         except WorkerError as error:
-            raise _named(error, self.name, rank, "__init__") from error.__cause__
+            raise named(error, self.name, rank, "__init__") from error.__cause__
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         places = [self.pool.bundles[bundle] for bundle in self.bundles]
@@ -278,7 +249,7 @@ class WorkerGroup:
         replies = await self._gather(called, method, self.deadlines.call if deadline is None else deadline)
         self._record(identity, method, started, called, replies)
         place = {rank: place for place, rank in enumerate(chosen)}
-        answers = [_answer(place[rank], reply, called[rank], registered) for rank, reply in replies.items()]
+        answers = [answer_of(place[rank], reply, called[rank], registered) for rank, reply in replies.items()]
         return registered.dispatch.collect(topology, request, answers)
 
     def _chosen(self, ranks: Sequence[int] | None, method: str, batch: BatchRef | None) -> list[int]:
@@ -339,11 +310,11 @@ class WorkerGroup:
         """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline):
-                await _all_or_first_failure([pending.reply for pending in called.values()])
+                await all_or_first_failure([pending.reply for pending in called.values()])
         late = {rank: pending.reply for rank, pending in called.items() if not pending.reply.done()}
-        if any(_failed(pending.reply) for rank, pending in called.items() if rank not in late):
+        if any(failed(pending.reply) for rank, pending in called.items() if rank not in late):
             await self._unwind(late.values())
-            raise self._first_cause(called, method)
+            raise first_cause(called, self.name, method)
         if late:
             error = await self._expired(list(late), method, deadline)
             await self._unwind(late.values())
@@ -361,39 +332,9 @@ class WorkerGroup:
     async def _control(self, rank: int, request: str, **kwargs: Any) -> Any:
         return await self.pool.backend.control(self._process(rank), request, self.deadlines.control, **kwargs)
 
-    def _first_cause(self, called: Called, method: str) -> RolemeshError:
-        """A death comes before an exception (which may only be its echo in a collective); of exceptions the earliest counts."""
-        failures: list[tuple[float, RolemeshError]] = []
-        for rank, pending in called.items():
-            if not pending.reply.done():
-                continue
-            error = pending.reply.exception()
-            if isinstance(error, RolemeshError):
-                failures.append((0.0, _named(error, self.name, rank, method)))
-            elif error is not None:
-                raise error
-            elif (failure := pending.reply.result().failure) is not None:
-                failures.append((failure.at, self._worker_error(rank, pending.process, failure, method)))
-        return min(failures, key=lambda found: (not isinstance(found[1], WorkerDied), found[0]))[1]
-
-    def _worker_error(self, rank: int, process: Process, failure: Failure, method: str) -> WorkerError:
-        error = WorkerError(
-            group=self.name,
-            rank=rank,
-            node=process.node,
-            pid=process.pid,
-            method=method,
-            original_type=failure.type,
-            original_message=failure.message,
-            original_traceback=failure.traceback,
-            log_path=process.spec.log_path,
-        )
-        error.__cause__ = failure.error
-        return error
-
     async def _expired(self, late: Sequence[int], method: str, deadline: float) -> DeadlineExceeded:
         reports = await asyncio.gather(*(self._control(rank, "report", stack=True) for rank in late), return_exceptions=True)
-        told = "; ".join(f"rank {rank}: {_tell(report)}" for rank, report in zip(late, reports, strict=True))
+        told = "; ".join(f"rank {rank}: {tell(report)}" for rank, report in zip(late, reports, strict=True))
         subject = f"{self.name}.{method}() on rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=told)
 
@@ -413,7 +354,7 @@ class WorkerGroup:
         told = [f"rank {', '.join(missing)} has not started"] if missing else []
         for rank, report in zip(started, reports, strict=True):
             if isinstance(report, BaseException) or report.call:
-                told.append(f"rank {rank} {_tell(report)}")
+                told.append(f"rank {rank} {tell(report)}")
         return "; ".join(told)
 
     async def abort(self) -> None:
@@ -422,55 +363,3 @@ class WorkerGroup:
             self._joined = False
             aborts = (self._control(rank, "abort", group=self.name) for rank in range(self.world_size))
             await asyncio.gather(*aborts, return_exceptions=True)
-
-
-def _answer(rank: int, reply: Reply, pending: Pending, registered: Settled) -> Answer:
-    value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
-    written = [(ref, meta) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
-    return Answer(rank=rank, value=value, written=written)
-
-
-def _failed(reply: asyncio.Future[Reply]) -> bool:
-    return reply.cancelled() or reply.exception() is not None or reply.result().failure is not None
-
-
-async def _all_or_first_failure(replies: Sequence[asyncio.Future[Reply]]) -> None:
-    """Unlike `asyncio.wait` this wakes up once for all, and looks at the exceptions of calls that nobody waits for any more, which
-    asyncio would report as lost."""
-    left, over = len(replies), asyncio.get_running_loop().create_future()
-
-    def look(reply: asyncio.Future[Reply]) -> None:
-        nonlocal left
-        left -= 1
-        if (_failed(reply) or not left) and not over.done():
-            over.set_result(None)
-
-    for reply in replies:
-        reply.add_done_callback(look)
-    if replies:
-        await over
-
-
-def _tell(report: Report | BaseException) -> str:
-    if isinstance(report, BaseException):
-        return f"its control thread does not answer ({report})"
-    stack = f"\n{report.stack}" if report.stack else ""
-    return f"{report.state} {report.call} (pid {report.pid} on {report.node}){stack}"
-
-
-def _named(error: RolemeshError, group: str, rank: int, method: str) -> RolemeshError:
-    if not isinstance(error, WorkerError):
-        return error
-    return type(error)(**{**error.fields, "group": group, "rank": rank, "method": method})
-
-
-async def together(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all side by side (calls of several groups, for one) and return their results in order; on the first error the others are
-    cancelled and awaited, and that error is raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

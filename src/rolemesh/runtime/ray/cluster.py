@@ -26,6 +26,8 @@ from rolemesh.runtime.ray.waiting import first_lines
 
 HEAD = str(Path(__file__).with_name("head.py"))
 HEAD_SECONDS = 180.0
+UNDISTURBED = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_process_group_cleanup_enabled": "false"}
+"""Ray kills the direct children of a worker at once, also those that remove its shared memory. The janitor does it after a moment."""
 
 
 class RayCluster:
@@ -78,7 +80,7 @@ class RayCluster:
             "object_store_memory": self._object_store_bytes,
             "temp_dir": str(folder / "ray"),
         }
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {RUN: self.run}
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | UNDISTURBED | {RUN: self.run}
         try:
             ended = subprocess.run(
                 [sys.executable, "-P", HEAD, json.dumps(options)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
