@@ -362,7 +362,7 @@ def test_a_pool_on_a_node_that_is_gone_says_so(backend: Backend) -> None:
 
     async def main() -> None:
         (node, *_) = (await backend.inventory()).nodes
-        pool = Pool(backend, "lost", [Bundle(node=0, cpus=1, gpus=0)], [replace(node, name="10.9.9.9#0")])
+        pool = Pool(backend, "lost", [Bundle(node=0, cpus=1, gpus=0)], [replace(node, name="10.9.9.9#0", labels={})])
         with pytest.raises(ResourceError, match=r"pool lost: node 10\.9\.9\.9#0; found alive: "):
             await pool.create(deadline=5)
 

@@ -125,6 +125,7 @@ def test_A10_ranks_0_to_7_share_a_node_in_twenty_of_twenty_launches(backend: Bac
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_A10_twenty_launches_with_sixteen_processes_each(backend: Backend) -> None:
     async def main() -> None:
         nodes = (await backend.inventory()).nodes
