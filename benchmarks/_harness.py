@@ -13,29 +13,49 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The options that all benchmarks share: `--quick` for a run of seconds whose figures say little."""
-    parser = argparse.ArgumentParser(description=description)
+def arguments(description: str, **more: str) -> argparse.Namespace:
+    """The options that all benchmarks share: `--quick` for a run of seconds whose figures say little. `more`: others, with their help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short run to see that it works")
+    for name, text in more.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text)
     return parser.parse_args()
 
 
 def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, warmups: int = 1) -> dict[str, list[float]]:
     """Seconds of each round of each case. All cases run in each round, in turn from another one on."""
-    names = list(cases)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for name, counts in _turns(list(cases), rounds, warmups):
+        start = time.perf_counter()
+        cases[name]()
+        if counts:
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+async def interleaved_async(
+    cases: Mapping[str, Callable[[], Awaitable[float | None]]], rounds: int, warmups: int = 1
+) -> dict[str, list[float]]:
+    """The same for coroutines. One that returns a number has measured itself."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for name, counts in _turns(list(cases), rounds, warmups):
+        start = time.perf_counter()
+        measured = await cases[name]()
+        if counts:
+            times[name].append(time.perf_counter() - start if measured is None else measured)
+    return times
+
+
+def _turns(names: list[str], rounds: int, warmups: int) -> Iterator[tuple[str, bool]]:
+    """(Case, whether it counts), round after round."""
     for round_ in range(-warmups, rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            start = time.perf_counter()
-            cases[name]()
-            if round_ >= 0:
-                times[name].append(time.perf_counter() - start)
-    return times
+            yield name, round_ >= 0
 
 
 def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:

@@ -197,15 +197,17 @@ class NotJoined(RolemeshError):
 
 
 class StaleCall(RolemeshError):
-    """A call carried an older controller epoch or group generation than the worker has seen."""
+    """A call carried an older controller epoch or group generation than the worker has seen. `rank` is None for a whole process, whose
+    name is the group then."""
 
-    def __init__(self, *, group: str, rank: int, got: tuple[int, int], current: tuple[int, int]) -> None:
+    def __init__(self, *, group: str, rank: int | None, got: tuple[int, int], current: tuple[int, int]) -> None:
         super().__init__(group=group, rank=rank, got=got, current=current)
 
     @classmethod
     def message(cls, **fields: Any) -> str:
+        rank = f" rank {fields['rank']}" if fields["rank"] is not None else ""
         return (
-            f"{fields['group']} rank {fields['rank']} refused a call of (epoch, generation) {fields['got']}: it already serves "
+            f"{fields['group']}{rank} refused a call of (epoch, generation) {fields['got']}: it already serves "
             f"{fields['current']}. The caller is an older controller or holds an older group"
         )
 

@@ -11,7 +11,8 @@ import pytest
 from rolemesh.errors import ConfigError
 from rolemesh.plan.gpus import Gpu, device_numbers, parse_query, select_visible, visible_gpus
 from rolemesh.plan.imagined import parse_nodes
-from rolemesh.plan.inventory import cgroup_limits, local_inventory, order_nodes
+from rolemesh.plan.inventory import cgroup_limits, held_as_free, local_inventory, order_nodes
+from rolemesh.plan.schema import Inventory, NodeInfo
 
 GIB = 1024**3
 
@@ -144,3 +145,17 @@ def test_limits_of_control_group_v1(groups):
 
 def test_no_control_groups(tmp_path):
     assert cgroup_limits(tmp_path, tmp_path / "none") == (float("inf"), 1 << 62)
+
+
+def test_what_a_run_holds_itself_counts_as_free_for_it():
+    mine, other = {"CPU": 3.0, "GPU": 2.0, "NPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}
+    node = NodeInfo(
+        name="a", cpus=8, memory_bytes=GIB, gpus=4, resources={"NPU": 4.0}, free_cpus=1, free_gpus=1, free_resources={"NPU": 2.0},
+        free_memory_bytes=5, holders={"run-1/main": mine, "run-1/gen (left by run run-1)": {"CPU": 3.0}, "run-10/main": other},
+    )  # fmt: skip
+    empty = NodeInfo(name="b", cpus=8, memory_bytes=GIB, free_cpus=8, free_memory_bytes=7)
+    found, untouched = held_as_free(Inventory(nodes=(node, empty), origin="test"), "run-1").nodes
+    assert (found.free_cpus, found.free_gpus, found.free_resources) == (7, 3, {"NPU": 3.0})
+    assert found.usable_memory == GIB
+    assert found.holders == {"run-10/main": other}
+    assert untouched == empty

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
@@ -68,6 +70,19 @@ class Adder(Worker):
     @register(dispatch="all", mutates=True)
     def count_up(self) -> int:
         self.count += 1
+        return self.count
+
+    @register(dispatch="all", mutates=True)
+    def count_after(self, gates: str) -> int:
+        """Count once a file is there that is named by this process."""
+        ends = time.monotonic() + 60
+        while not os.path.exists(f"{gates}/{os.getpid()}"):
+            assert time.monotonic() < ends, "nobody opened the gate"
+            time.sleep(0.01)
+        return self.count_up()
+
+    @register(dispatch="all")
+    def counted(self) -> int:
         return self.count
 
     @register(dispatch="all")
@@ -152,6 +167,19 @@ class Summer(Worker):
         return os.getpid()
 
 
+class SlowToLoad(Worker):
+    """Rank 1 takes its time, and says in the KV store when it is there."""
+
+    def load(self) -> None:
+        if self.context.rank == 1:
+            time.sleep(1.5)
+        self.kv.put(f"loaded/{self.context.rank}", self.context.group)
+
+    @register(dispatch="all")
+    def speaks_for(self) -> tuple[str, str, int]:
+        return self.kv._store.owner, self.kv._store.group, self.kv.generation
+
+
 class Registrar(Worker):
     """Tells the KV store where it is, and looks for its neighbour there."""
 
@@ -170,3 +198,33 @@ class Registrar(Worker):
     @register(dispatch="all")
     def missing(self) -> int:
         return self.store.get("nobody", deadline=0.5)
+
+
+class Parent(Worker):
+    """Has a child, a grandchild in a session of its own, and one that is a fork; and shared memory."""
+
+    def load(self) -> None:
+        command = ["bash", "-c", "setsid sleep 1000 & echo $!; wait"]
+        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.child.stdout is not None
+        self.grandchild = int(self.child.stdout.readline())
+        self.memory = SharedMemory(create=True, size=4096)
+        self.fork = os.fork()
+        if self.fork == 0:
+            time.sleep(1000)
+
+    @register(dispatch="all")
+    def family(self) -> dict[str, int | str]:
+        children = {"child": self.child.pid, "grandchild": self.grandchild, "fork": self.fork}
+        return {"pid": os.getpid(), **children, "memory": self.memory.name}
+
+    @register(dispatch="all")
+    def sigterm_here_and_in_a_fork(self) -> int:
+        """Gets SIGTERM, and how a forked child ends on one."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]

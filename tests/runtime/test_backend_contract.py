@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runtime_workers import Adder, DiesJoining, Flaky, Summer
+from runtime_workers import Adder, DiesJoining, Flaky, SlowToLoad, Summer
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.errors import BatchError, DataLost, DeadlineExceeded, NotJoined, ResourceError, WorkerDied, WorkerError
 from rolemesh.protocols.backend import Call, Report
-from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup
+from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, KvStore, Pool, WorkerGroup
 
 
 def needs(backend: Backend, *capabilities: str) -> None:
@@ -212,7 +212,7 @@ def test_a_failed_call_leaves_no_metrics_behind(backend: Backend) -> None:
 
     backend.run(main())
     assert records[0].metrics.reduce() == {"length": 1}
-    assert [span.name for span in records[0].replies[0].spans] == ["lengths", "counting"]
+    assert [span.name for span in records[0].spans] == ["lengths", "counting"]
 
 
 def test_loading_is_retried_worker_by_worker(backend: Backend) -> None:
@@ -286,7 +286,7 @@ def test_C06_H06_metrics_of_all_ranks_and_spans_reach_the_observer(backend: Back
     backend.run(main())
     assert [record.method for record in records] == ["lengths"]
     assert records[0].metrics.reduce()["length"] == 2.5
-    names = sorted(span.name for reply in records[0].replies for span in reply.spans)
+    names = sorted(span.name for span in records[0].spans)
     assert names == ["counting"] * 4 + ["lengths"] * 4
 
 
@@ -362,8 +362,8 @@ def test_a_pool_on_a_node_that_is_gone_says_so(backend: Backend) -> None:
 
     async def main() -> None:
         (node, *_) = (await backend.inventory()).nodes
-        pool = Pool(backend, "lost", [Bundle(node=0, cpus=1, gpus=0)], [replace(node, name="10.9.9.9#0", labels={})])
-        with pytest.raises(ResourceError, match=r"pool lost: node 10\.9\.9\.9#0; found alive: "):
+        pool = Pool(backend, "lost", [Bundle(node=0, cpus=1, gpus=0)], [replace(node, name="10.9.9.9#0", labels={"ray.io/node-id": "0"})])
+        with pytest.raises(ResourceError, match=r"pool \S*lost: node 10\.9\.9\.9#0; found alive: "):
             await pool.create(deadline=5)
 
     backend.run(main())
@@ -443,5 +443,32 @@ def test_a_rank_that_dies_while_the_group_forms_ends_it_in_time(backend: Backend
                 await group.init()
             assert backend.time() - started < 20
             assert (await group.reports())[0].state == "idle"
+
+    backend.run(main())
+
+
+def test_workers_use_the_store_of_their_group_and_speak_for_its_generation(backend: Backend) -> None:
+    async def main() -> None:
+        link = await backend.start_store("of-a-group", 60)
+        pool = await Pool.of_slots(backend, "stored", [2], cpus=0.5)
+        await pool.create(30)
+        group = WorkerGroup("slow", SlowToLoad, pool, [0, 1], store=link)
+        assert await group.unready() == "rank 0, 1 has not started"
+        await group.create()
+        loading = asyncio.ensure_future(group.init())
+        if "preempt" not in backend.lacks:
+            await asyncio.sleep(0.7)
+            assert "rank 1 computing slow.load" in await group.unready()
+            assert "rank 0" not in await group.unready()
+        await loading
+        assert await group.unready() == ""
+        async with KvStore(link, owner="controller") as store:
+            assert await store.list("loaded/") == {"loaded/0": "slow", "loaded/1": "slow"}
+        assert await group.speaks_for() == [(f"slow rank {rank}", "slow", 0) for rank in (0, 1)]
+        without = WorkerGroup("without", SlowToLoad, pool, [0])
+        await without.create()
+        with pytest.raises(WorkerError, match=r"RuntimeError: without rank 0 has no KV store: give its WorkerGroup one"):
+            await without.init()
+        await pool.close()
 
     backend.run(main())

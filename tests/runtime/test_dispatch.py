@@ -8,10 +8,14 @@ from rolemesh.errors import BatchError
 from rolemesh.runtime import DISPATCHES, Answer, Request, Topology
 
 
-def ref(rows: int, name: str = "a", column: str = "prompt_ids") -> BatchRef:
-    values = [[7] * (1 + index) for index in range(rows)] if column == "prompt_ids" else np.arange(rows)
-    batch = Batch.from_columns({"draw": np.arange(rows), "sample": np.zeros(rows, np.int64), column: values})
-    return BatchRef.from_blocks([(name, block_meta(batch))])
+def ref(rows: int) -> BatchRef:
+    values = [[7] * (1 + index) for index in range(rows)]
+    batch = Batch.from_columns({"draw": np.arange(rows), "sample": np.zeros(rows, np.int64), "prompt_ids": values})
+    return BatchRef.from_blocks([("a", block_meta(batch))])
+
+
+def lengths(rows: int) -> Batch:
+    return Batch.from_columns({"draw": np.arange(rows), "sample": np.zeros(rows, np.int64), "response_length": np.arange(rows)})
 
 
 def draws(batch: BatchRef | None) -> list[int]:
@@ -30,7 +34,7 @@ def test_tensor_parallel_ranks_get_the_same_rows_and_one_of_them_answers() -> No
     dispatch = DISPATCHES["data_parallel"]
     shares = dispatch.split(topology, request)
     assert [draws(share.batch) for share in shares if share] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    answers = [Answer(rank=rank, value=rank * 10, batch=None) for rank in range(4)]
+    answers = [Answer(rank=rank, value=rank * 10) for rank in range(4)]
     assert dispatch.collect(topology, request, answers) == [0, 20]
 
 
@@ -40,7 +44,7 @@ def test_balanced_parts_have_about_the_same_tokens_and_come_back_in_the_order_se
     shares = dispatch.split(topology, Request(method="m", batch=batch))
     assert [int(share.batch.token_counts.sum()) for share in shares if share and share.batch] == [5, 5]
     written = [
-        Answer(rank=rank, value=None, batch=ref(4, f"w{rank}", "response_length").take(draws(share.batch)))
+        Answer(rank=rank, value=None, written=[(f"w{rank}", block_meta(lengths(4).take(draws(share.batch))))])
         for rank, share in enumerate(shares)
         if share
     ]

@@ -19,7 +19,7 @@ from runtime_workers import Registrar
 
 from rolemesh.errors import DeadlineExceeded, LeaseExpired, StaleWrite, ValueRefused, WorkerError
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreLink, StoreRequest
-from rolemesh.runtime import Backend, KvChange, KvStore, LocalBackend, Pool, SimulatedBackend, WaitStatistic, WorkerGroup
+from rolemesh.runtime import Backend, KvChange, KvStore, LocalBackend, Pool, SimulatedBackend, WaitStatistic, WorkerGroup, kept_alive
 from rolemesh.runtime.local import LocalStoreLink
 
 RUNS = count(1)
@@ -525,6 +525,48 @@ def test_a_store_that_is_stopped_is_noticed_and_can_be_restarted(ray_backend: Ba
             os.kill(pid, 0)
 
     on(ray_backend, test)
+
+
+@pytest.mark.ray
+def test_a_store_whose_process_is_killed_is_started_anew_by_its_keeper_and_told_again(ray_backend: Backend) -> None:
+    async def main() -> None:
+        heard: list[str] = []
+        async with a_store(ray_backend, "kept") as store, kept_alive(store, heard.append, every=0.1):
+            await store.put("key", 1)
+            reader = client(store, "reader")
+            assert await reader.get("key", deadline=10) == 1
+            os.kill(store.link._process[0], signal.SIGKILL)
+            waiting = asyncio.ensure_future(reader.get("later", deadline=60))
+            async with asyncio.timeout(60):
+                while not heard:
+                    await asyncio.sleep(0.05)
+            assert await reader.get("key", deadline=30) == 1
+            await store.put("later", 2)
+            assert await waiting == 2
+            assert "the KV store of kept was gone" in heard[0]
+            assert "was started anew" in heard[0]
+
+    ray_backend.run(main())
+
+
+async def test_a_store_that_does_not_start_anew_is_told_of_and_tried_again() -> None:
+    class Stubborn(LocalStoreLink):
+        tries = 0
+
+        async def restart(self, deadline: float) -> None:
+            self.tries += 1
+            if self.tries < 3:
+                raise DeadlineExceeded(waiter="the controller", subject="the store to start", seconds=deadline)
+            await super().restart(deadline)
+
+    heard: list[str] = []
+    link = Stubborn("stubborn")
+    async with KvStore(link, owner="controller") as store, kept_alive(store, heard.append, every=0.01):
+        await store.put("key", 1)
+        await link.stop()
+        assert await store.get("key", deadline=30) == 1
+    assert link.tries == 3
+    assert ["did not start anew" in text for text in heard] == [True, True, False]
 
 
 @given(

@@ -70,7 +70,7 @@ async def places(
     pool = Pool(backend, name, bundles, nodes, interface=interface)
     await pool.create(deadline=20)
     group = WorkerGroup("place", Place, pool, bundles=range(len(bundles)))
-    await group.create(deadline=120)
+    await group.create(deadline=300)
     found = await group.where()
     await pool.close()
     return found

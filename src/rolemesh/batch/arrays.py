@@ -178,6 +178,12 @@ def _take_lists(column: pa.ChunkedArray, indices: Ints) -> pa.ChunkedArray:
     return pa.chunked_array([pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))])
 
 
+def is_compact(table: pa.Table) -> bool:
+    """True for a table of whole columns whose buffers hold hardly more than its rows."""
+    whole = all(column.num_chunks == 1 for column in table.columns)
+    return whole and bool(table.get_total_buffer_size() <= 1.125 * table.nbytes)
+
+
 def to_ipc(table: pa.Table) -> pa.Buffer:
     """The rows of a table, and no more, as one Arrow IPC stream. Pickling a slice itself would ship the whole buffers of its parent."""
     sink = pa.BufferOutputStream()

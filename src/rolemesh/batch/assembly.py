@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,18 +17,16 @@ from rolemesh.batch.rows import Ints, describe
 from rolemesh.errors import BatchError
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """The columns of one layer: row i lies in object `objects[block_of_row[i]]` at position `row_in_block[i]`."""
 
-    columns: dict[str, Kind]
+    columns: Mapping[str, Kind]
     objects: tuple[int, ...]
     block_of_row: NDArray[np.int32]
     row_in_block: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Assembly:
+class Assembly(NamedTuple):
     """Where the rows of one batch lie in a list of stored objects. Small; pickles; names no reference."""
 
     ids: Ints
@@ -45,8 +42,8 @@ def assembly_of(ids: Ints, layers: Sequence[Layer], columns: tuple[str, ...]) ->
     number = {ref: position for position, ref in enumerate(rows)}
     pieces = [
         Piece(
-            columns=dict(layer.columns),
-            objects=tuple(number[block.ref] for block in layer.blocks),
+            columns=layer.columns,
+            objects=tuple([number[block.ref] for block in layer.blocks]),
             block_of_row=layer.block_of_row,
             row_in_block=layer.row_in_block,
         )

@@ -261,8 +261,8 @@ class Batch:
     # -- storage ------------------------------------------------------------------------------------------------------------
 
     def compact(self) -> Self:
-        """The same rows in memory of their own, so that a slice no longer keeps its parent alive."""
-        return self._of(arrays.from_ipc(arrays.to_ipc(self._table)))
+        """The same rows in one piece and in memory that holds little else: a slice no longer keeps its parent alive. Copies only then."""
+        return self if arrays.is_compact(self._table) else self._of(arrays.from_ipc(arrays.to_ipc(self._table)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_ipc, (type(self), arrays.to_ipc(self._table))
@@ -330,6 +330,8 @@ def refuse_ids(names: Iterable[str], verb: str) -> None:
 
 def refuse_other_columns(first: Mapping[str, Kind], part: Mapping[str, Kind], number: int) -> None:
     """Raise BatchError when part `number` of a concatenation has other columns, or other kinds, than the first part."""
+    if part == first:
+        return
     lacking, unexpected = [name for name in first if name not in part], [name for name in part if name not in first]
     if lacking or unexpected:
         found = [f"lacks {', '.join(lacking)}"] * bool(lacking) + [f"has {', '.join(unexpected)} that the first lacks"] * bool(unexpected)

@@ -7,7 +7,7 @@ in a run, `sample` numbers the answers to that prompt. Rows are joined by this i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -167,6 +167,9 @@ COLUMNS: Final[dict[str, Column]] = _declare(
 )
 
 
+_OPTIONAL: Final = frozenset(column.name for column in COLUMNS.values() if column.optional)
+
+
 def kind_of(name: str, arrow_type: pa.DataType) -> Kind:
     """Kind of a stored column. Raises BatchError when the name is not declared or the type is not the declared one."""
     allowed: Sequence[Kind] = (COLUMNS[name].kind,) if name in COLUMNS else EXTRA_KINDS
@@ -192,11 +195,9 @@ def is_nullable(name: str) -> bool:
     return COLUMNS[name].nullable if name in COLUMNS else True
 
 
-def readable(reads: Iterable[str], present: Iterable[str]) -> tuple[str, ...]:
+def readable(reads: Iterable[str], present: Collection[str]) -> tuple[str, ...]:
     """The names of `reads` without the ids and without optional columns that are not `present`: what a role that reads these gets."""
-    there = set(present)
-    optional = {column.name for column in COLUMNS.values() if column.optional}
-    return tuple(dict.fromkeys(name for name in reads if name not in ID and (name in there or name not in optional)))
+    return tuple(dict.fromkeys([name for name in reads if name not in ID and (name not in _OPTIONAL or name in present)]))
 
 
 def missing_columns(missing: Iterable[str], present: Iterable[str]) -> BatchError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +11,10 @@ from numpy.typing import NDArray
 from rolemesh.batch.columns import Kind
 from rolemesh.batch.rows import Ints
 
+T = TypeVar("T", bound=np.generic)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
+
+class Block(NamedTuple):
     """One stored object: the rows that a worker returned, ids included."""
 
     ref: Any
@@ -25,8 +25,7 @@ class Block:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class Layer(NamedTuple):
     """Some columns of the N rows of a batch, spread over blocks. Holds only blocks that a row needs, so others can be freed."""
 
     columns: Mapping[str, Kind]
@@ -38,28 +37,54 @@ class Layer:
     tokens: Mapping[str, Ints]
     """Lengths [N] of the counted columns (`columns.COUNTED`) that are here."""
 
-    def __post_init__(self) -> None:
-        self.block_of_row.setflags(write=False)
-        for positions in (self.row_in_block, *self.tokens.values()):
-            positions.setflags(write=False)
+    @classmethod
+    def of_blocks(cls, columns: Mapping[str, Kind], blocks: Sequence[Block], tokens: Mapping[str, Ints]) -> Self:
+        """All rows of these objects, one after the other; an object that comes twice becomes one block."""
+        present = [block for block in blocks if block.rows]
+        rows = np.array([block.rows for block in present], dtype=np.int64)
+        number: dict[Any, int] = {}
+        of_object = np.array([number.setdefault(block.ref, len(number)) for block in present], dtype=np.int32)
+        row_in_block = np.arange(rows.sum(), dtype=np.int64) - np.repeat(np.cumsum(rows) - rows, rows)
+        distinct = {block.ref: block for block in present}
+        sealed = {name: read_only(lengths) for name, lengths in tokens.items()}
+        return cls(columns, tuple(distinct.values()), read_only(np.repeat(of_object, rows)), read_only(row_in_block), sealed)
 
     def keep(self, names: Iterable[str]) -> Self | None:
         """The layer with these of its columns; None when none is left."""
-        kept = set(names)
-        columns = {name: kind for name, kind in self.columns.items() if name in kept}
-        if not columns:
+        kept = self.columns.keys() & names
+        if len(kept) == len(self.columns):
+            return self
+        if not kept:
             return None
+        columns = {name: kind for name, kind in self.columns.items() if name in kept}
         tokens = {name: lengths for name, lengths in self.tokens.items() if name in kept}
         return type(self)(columns, self.blocks, self.block_of_row, self.row_in_block, tokens)
 
     def take(self, indices: Ints) -> Self:
         """The rows at these positions [M]."""
         block_of_row = self.block_of_row[indices]
-        used = np.bincount(block_of_row, minlength=len(self.blocks)) > 0
-        renumbered = (np.cumsum(used) - 1).astype(np.int32)
-        blocks = tuple(block for block, needed in zip(self.blocks, used, strict=True) if needed)
-        tokens = {name: lengths[indices] for name, lengths in self.tokens.items()}
-        return type(self)(self.columns, blocks, renumbered[block_of_row], self.row_in_block[indices], tokens)
+        used = np.flatnonzero(np.bincount(block_of_row, minlength=len(self.blocks)))
+        renumbered = np.empty(len(self.blocks), dtype=np.int32)
+        renumbered[used] = np.arange(len(used))
+        blocks = tuple([self.blocks[block] for block in used.tolist()])
+        tokens = {name: read_only(lengths[indices]) for name, lengths in self.tokens.items()}
+        return type(self)(self.columns, blocks, read_only(renumbered[block_of_row]), read_only(self.row_in_block[indices]), tokens)
+
+    def runs(self, spans: Sequence[tuple[int, int]]) -> list[Self]:
+        """Neighbouring rows, for each (start, length). Without a copy where the blocks of neighbours are neighbours too."""
+        if (self.block_of_row[1:] < self.block_of_row[:-1]).any():
+            return [self.take(np.arange(start, start + length)) for start, length in spans]
+        return [self._run(start, start + length) for start, length in spans]
+
+    def _run(self, start: int, stop: int) -> Self:
+        block_of_row, blocks = self.block_of_row[start:stop], self.blocks
+        if len(blocks) > 1:
+            first, last = (int(block_of_row[0]), int(block_of_row[-1])) if start < stop else (0, -1)
+            block_of_row, blocks = read_only(block_of_row - np.int32(first)), blocks[first : last + 1]
+        elif start == stop:
+            blocks = ()
+        tokens = {name: lengths[start:stop] for name, lengths in self.tokens.items()}
+        return type(self)(self.columns, blocks, block_of_row, self.row_in_block[start:stop], tokens)
 
     def differing_rows(self, other: Self) -> NDArray[np.bool_]:
         """Mask [N] of the rows that do not lie at the same place of the same object in both layers."""
@@ -72,21 +97,29 @@ class Layer:
         """The rows of layers with the same columns; an object that several of them hold becomes one block."""
         blocks: dict[Any, Block] = {}
         number: dict[Any, int] = {}
-        block_of_row = []
+        renumbered: list[int] = []
+        starts = []
+        """Where in `renumbered` the blocks of each layer begin."""
         for layer in layers:
+            starts.append(len(renumbered))
             for block in layer.blocks:
                 blocks.setdefault(block.ref, block)
-                number.setdefault(block.ref, len(number))
-            renumbered = np.array([number[block.ref] for block in layer.blocks], dtype=np.int32)
-            block_of_row.append(renumbered[layer.block_of_row])
+                renumbered.append(number.setdefault(block.ref, len(number)))
         first = layers[0]
+        place = np.concatenate([layer.block_of_row for layer in layers])
+        place += np.repeat(np.array(starts, dtype=np.int32), [len(layer.block_of_row) for layer in layers])
         return cls(
             first.columns,
             tuple(blocks.values()),
-            np.concatenate(block_of_row),
-            np.concatenate([layer.row_in_block for layer in layers]),
-            {name: np.concatenate([layer.tokens[name] for layer in layers]) for name in first.tokens},
+            read_only(np.array(renumbered, dtype=np.int32)[place]),
+            read_only(np.concatenate([layer.row_in_block for layer in layers])),
+            {name: read_only(np.concatenate([layer.tokens[name] for layer in layers])) for name in first.tokens},
         )
+
+
+def read_only(array: NDArray[T]) -> NDArray[T]:
+    array.setflags(write=False)
+    return array
 
 
 def common_groups(parts: Sequence[Sequence[Layer]]) -> list[list[Layer]]:

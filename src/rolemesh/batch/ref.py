@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,7 @@ from rolemesh.batch.rows import (
 from rolemesh.errors import BatchError
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BlockMeta:
+class BlockMeta(NamedTuple):
     """The small thing that a worker returns beside its object. Pickles."""
 
     ids: Ints
@@ -72,12 +71,23 @@ class BatchRef:
         References are hashable and equal when they are the same object."""
         if not blocks:
             raise BatchError("cannot make a batch of no blocks: the columns would be unknown")
-        parts = []
-        for number, (ref, meta) in enumerate(blocks):
-            refuse_other_columns(blocks[0][1].columns, meta.columns, number)
-            parts.append(_layer_of(ref, meta))
+        first = blocks[0][1]
+        for number, (_, meta) in enumerate(blocks):
+            refuse_other_columns(first.columns, meta.columns, number)
         ids = np.concatenate([meta.ids for _, meta in blocks])
-        return cls(ids, (Layer.concat(parts),) if blocks[0][1].columns else ())
+        if not first.columns:
+            return cls(ids, ())
+        names = tuple(first.columns)
+        stored = [Block(ref, names, len(meta.ids), meta.nbytes) for ref, meta in blocks]
+        tokens = {name: np.concatenate([meta.tokens[name] for _, meta in blocks]) for name in first.tokens}
+        return cls(ids, (Layer.of_blocks(first.columns, stored, tokens),))
+
+    @classmethod
+    def of_written(cls, written: Sequence[Sequence[tuple[Any, BlockMeta]]]) -> Self:
+        """The rows that several workers wrote, one after the other; each has stored objects with the same rows and different columns,
+        the same columns as the others."""
+        sides = [cls.from_blocks(blocks) for blocks in zip(*written, strict=True)]
+        return cls(sides[0].ids, tuple([layer for side in sides for layer in side.layers]))
 
     # -- what is there ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class BatchRef:
     def slice(self, start: int, length: int) -> Self:
         """`length` neighbouring rows from `start`. Raises BatchError when they do not all exist."""
         checked_span(start, length, self.num_rows)
-        return self._take(np.arange(start, start + length, dtype=np.int64))
+        return self._runs([(start, length)])[0]
 
     @classmethod
     def concat(cls, batches: Sequence[BatchRef]) -> Self:
@@ -194,7 +204,7 @@ class BatchRef:
 
     def split_rows(self, n: int) -> list[Self]:
         """n runs of neighbouring rows: 10 over 4 -> 3, 3, 2, 2. With fewer rows than n the last parts are empty."""
-        return [self.slice(start, length) for start, length in spans(self.num_rows, n)]
+        return self._runs(spans(self.num_rows, n))
 
     def split_tokens(self, n: int, counts: Indices | NDArray[np.float64] | None = None) -> list[Self]:
         """n parts of about equal token counts (`balance`), rows in their order within a part. `counts` [N] replaces token_counts."""
@@ -212,9 +222,11 @@ class BatchRef:
 
         Only objects that hold such a column are among the refs, each once. Ids come from here and need not be asked for, and a declared
         optional column is left out where this batch has none. Raises BatchError naming missing columns and the roles that write them."""
-        wanted = readable(reads, self.names)
-        self._require(wanted)
-        return assembly_of(self.ids, self.select(wanted).layers, wanted)
+        kinds = self._kinds()
+        wanted = readable(reads, kinds)
+        if not kinds.keys() >= set(wanted):
+            self._require(wanted)
+        return assembly_of(self.ids, [kept for layer in self.layers if (kept := layer.keep(wanted)) is not None], wanted)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
@@ -224,6 +236,12 @@ class BatchRef:
     def _blocks(self) -> dict[Any, Block]:
         return {block.ref: block for layer in self.layers for block in layer.blocks}
 
+    def _runs(self, spans: Sequence[tuple[int, int]]) -> list[Self]:
+        cut = [layer.runs(spans) for layer in self.layers]
+        return [
+            type(self)(self.ids[start : start + length], tuple([runs[part] for runs in cut])) for part, (start, length) in enumerate(spans)
+        ]
+
     def _take(self, indices: Ints) -> Self:
         return type(self)(self.ids[indices], tuple(layer.take(indices) for layer in self.layers))
 
@@ -232,11 +250,3 @@ class BatchRef:
         missing = [name for name in names if name not in present]
         if missing:
             raise missing_columns(missing, present)
-
-
-def _layer_of(ref: Any, meta: BlockMeta) -> Layer:
-    rows = len(meta.ids)
-    blocks = (Block(ref, tuple(meta.columns), rows, meta.nbytes),) if rows else ()
-    where = np.arange(rows, dtype=np.int64)
-    tokens = {name: lengths.copy() for name, lengths in meta.tokens.items()}
-    return Layer(meta.columns, blocks, np.zeros(rows, dtype=np.int32), where, tokens)

@@ -94,6 +94,10 @@ def _show_status(found: dict[str, Any], console: Console) -> None:
         table.add_row(*(str(worker[field]) for field in fields), since)
     if found["workers"]:
         console.print(table)
+    for pool in found.get("pools", []):
+        held = [f"{one['who']} holds slots {', '.join(map(str, one['slots']))} for {one['seconds']:.1f} s" for one in pool["holders"]]
+        waits = [f"{one['who']} has waited for {one['slots']:g} for {one['seconds']:.1f} s" for one in pool["waiting"]]
+        console.print(f"pool {pool['pool']}, {pool['slots']} slots: {'; '.join(held + waits) or 'free'}")
 
 
 def _own_recipe(name: str) -> str:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from rolemesh import __version__
-from rolemesh.cli import inspecting, running
+from rolemesh.cli import cleaning, inspecting, running
 from rolemesh.cli.options import Arguments, RunArgument, RunsDir
 from rolemesh.errors import ConfigError, ResourceError, RolemeshError
 
@@ -51,6 +51,17 @@ def train(
 ) -> None:
     """Train by a recipe (default: the demo). RECIPE is a name or a YAML file, further words are overrides such as trainer.steps=5."""
     running.train(arguments or [], resume, runs_dir)
+
+
+@app.command(name="set")
+def change(
+    run: Annotated[str, typer.Argument(help="Run: path, name or its beginning.")],
+    overrides: Annotated[list[str], typer.Argument(metavar="key=value ...", help="Options, such as trainer.steps=300.")],
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer of the run.")] = 60.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Change options of a run while it trains, from its next step on: steps, intervals, temperature, KL coefficient."""
+    running.change(run, overrides, deadline, runs_dir)
 
 
 @app.command()
@@ -116,6 +127,21 @@ def status(
 ) -> None:
     """What a run does now: roles, ranks, nodes, pids, state, current call and since when."""
     inspecting.status(run, runs_dir, as_json=as_json)
+
+
+@app.command()
+def clean(
+    run: Annotated[str | None, typer.Argument(help="Free this run alone: path, name or its beginning.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Look into this Ray cluster too (default: that of the run, if it joined one).")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Free nothing, only list.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also end RUN when it has a driver, and the driver, without saving.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """List what runs have left on this machine (processes, folders) and free what has no driver any more."""
+    cleaning.clean(run, runs_dir, address, dry_run=dry_run, force=force, as_json=as_json)
 
 
 @app.command()

@@ -40,6 +40,16 @@ def train(arguments: list[str], resume: str | None, runs_dir: Path) -> None:
     run_training(config, TrainingDisplay(config.name), resume=directory)
 
 
+def change(run: str, overrides: list[str], deadline: float, runs_dir: Path) -> None:
+    """See `rolemesh set --help`."""
+    directory = find_run(runs_dir, run)
+    _prepare_process()
+    from rolemesh.training import settings
+
+    step = settings.change(directory, overrides, deadline)
+    typer.echo(f"{directory.name}: {', '.join(overrides)} from step {step} on")
+
+
 def sft(arguments: list[str]) -> None:
     """See `rolemesh sft --help`."""
     config = load_config(*recipe_and_overrides(arguments))

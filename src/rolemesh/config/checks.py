@@ -36,7 +36,7 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     the form of those names is checked.
     """
     problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
-    problems += [*check_pools(config), *check_roles(config), *_reward(config)]
+    problems += [*check_pools(config), *check_roles(config), *_reward(config), *_cluster(config)]
     if training:
         problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
     return problems
@@ -58,6 +58,12 @@ def _runs_dir(config: Config) -> Iterator[Problem]:
             free=found,
             remedy=f"Set runs_dir to another folder; relative ones are in the folder where the command runs ({Path.cwd()})",
         )
+
+
+def _cluster(config: Config) -> Iterator[Problem]:
+    if config.cluster.detached and config.backend == "local":
+        remedy = "Set backend=ray, or leave cluster.detached out"
+        yield Problem(subject="cluster.detached", need="needs worker processes", free="backend=local", remedy=remedy)
 
 
 def _names(config: Config) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ imports torch or Ray. The display is not among the names below, so that workers 
 from rolemesh.observe.catalogue import METRICS, MetricInfo, describe, metric_part, metrics_reference
 from rolemesh.observe.events import STAGES, Event, EventLog, Stage
 from rolemesh.observe.files import JsonLines, read_json_lines, write_json, write_text
+from rolemesh.observe.journal import Journal, read_journal
 from rolemesh.observe.metrics import Metrics
 from rolemesh.observe.run_dir import RunDirectory, find_run, list_runs
 from rolemesh.observe.sinks import GuardedSink, JsonlSink, MetricValue, Sink, create_sinks
@@ -19,6 +20,7 @@ __all__ = [
     "Event",
     "EventLog",
     "GuardedSink",
+    "Journal",
     "JsonLines",
     "JsonlSink",
     "MetricInfo",
@@ -36,6 +38,7 @@ __all__ = [
     "list_runs",
     "metric_part",
     "metrics_reference",
+    "read_journal",
     "read_json_lines",
     "write_json",
     "write_text",

@@ -61,16 +61,20 @@ def plain(value: Any) -> Any:
 class JsonLines:
     """A file of one JSON object a line, opened for appending; each line reaches the operating system before `write` returns.
 
-    A last line without its end, left by a crash in mid-write, is cut off first, so that the next line does not run into it.
+    A last line without its end, left by a crash in mid-write, is cut off first, so that the next line does not run into it. With `sync`
+    each line is on disk before `write` returns.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sync: bool = False) -> None:
         self._file: IO[bytes] = path.open("a+b")
+        self._sync = sync
         self._file.truncate(_end_of_last_line(self._file))
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
         self._file.flush()
+        if self._sync:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -95,6 +95,10 @@ class Metrics:
         """One number for each name, in the order in which the names first appeared."""
         return {name: entry.value for name, entry in self._entries.items()}
 
+    def __bool__(self) -> bool:
+        """True if anything was recorded."""
+        return bool(self._entries)
+
     def clear(self) -> None:
         """Forget everything, the reductions of the names included."""
         self._entries.clear()

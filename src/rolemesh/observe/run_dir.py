@@ -100,6 +100,11 @@ class RunDirectory:
         return self.path / "journal"
 
     @property
+    def cluster(self) -> Path:
+        """Where the run's cluster is, JSON: what joins it from another process."""
+        return self.path / "cluster.json"
+
+    @property
     def trace(self) -> Path:
         """Timeline for Perfetto or chrome://tracing."""
         return self.path / "trace.json"

@@ -7,7 +7,7 @@ from rolemesh.plan.as_json import plan_json, plan_json_text
 from rolemesh.plan.build import RUN_HELPERS, Helper, build_plan
 from rolemesh.plan.constraints import nodes_allowed
 from rolemesh.plan.imagined import parse_nodes
-from rolemesh.plan.inventory import local_inventory, order_nodes
+from rolemesh.plan.inventory import held_as_free, local_inventory, order_nodes
 from rolemesh.plan.needs import impossible, needed_nodes
 from rolemesh.plan.pools import merge_pools, split_pool
 from rolemesh.plan.render import render_plan
@@ -26,6 +26,7 @@ __all__ = [
     "WorkerPlan",
     "build_plan",
     "check_versions",
+    "held_as_free",
     "impossible",
     "local_inventory",
     "merge_pools",

@@ -30,7 +30,8 @@ class Helper:
 
 
 LATER: Final = "End them, or let them go first (cluster.wait)"
-RUN_HELPERS: Final = (Helper(name="kv_store"),)
+KV_STORE: Final = "kv_store"
+RUN_HELPERS: Final = (Helper(name=KV_STORE),)
 """Those of every run."""
 
 

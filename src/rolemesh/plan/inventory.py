@@ -63,6 +63,29 @@ def _usable_cpus() -> float:
     return float(os.cpu_count() or 1)
 
 
+def held_as_free(inventory: Inventory, run: str) -> Inventory:
+    """The nodes for a run that goes on: what is reserved under its own names, `RUN/...`, it will take over or give back."""
+    return replace(inventory, nodes=tuple(_held_as_free(node, f"{run}/") for node in inventory.nodes))
+
+
+def _held_as_free(node: NodeInfo, prefix: str) -> NodeInfo:
+    mine: dict[str, float] = {}
+    for name, amounts in node.holders.items():
+        if name.startswith(prefix):
+            mine |= {resource: mine.get(resource, 0) + amount for resource, amount in amounts.items()}
+    if not mine:
+        return node
+    free = node.free_resources
+    return replace(
+        node,
+        free_cpus=None if node.free_cpus is None else node.free_cpus + mine.get("CPU", 0),
+        free_gpus=None if node.free_gpus is None else node.free_gpus + round(mine.get("GPU", 0)),
+        free_resources=None if free is None else {name: free.get(name, 0) + mine.get(name, 0) for name in node.resources},
+        free_memory_bytes=None,  # nobody knows how much of what is taken its processes have
+        holders={name: amounts for name, amounts in node.holders.items() if not name.startswith(prefix)},
+    )
+
+
 _NO_MEMORY_LIMIT: Final = 1 << 62
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rolemesh.batch import Assembly, BlockMeta
 from rolemesh.observe import Metrics, Span
@@ -19,9 +19,9 @@ from rolemesh.protocols.store import StoreLink
 
 T = TypeVar("T")
 
-Capability = Literal["processes", "communicators", "preempt"]
+Capability = Literal["processes", "communicators", "preempt", "detach"]
 """`processes`: workers have processes of their own and can be killed; `communicators`: several ranks can form a process group;
-`preempt`: a stuck call does not stop the control thread."""
+`preempt`: a stuck call does not stop the control thread; `detach`: pools outlive the controller, and another one can take them over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class ProcessSpec:
     """A process to start: its unique name, where, and what it may use."""
 
     name: str
+    """`POOL-BUNDLE.N`, the N-th of its bundle."""
     pool: str
     bundle: int
     """Which of the pool's bundles (slots first, then processes of their own) it occupies."""
@@ -64,8 +65,23 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One method call on one worker. (epoch, generation) fence off older controllers and groups; `id` makes a repeat recognisable."""
+class WorkerSpec:
+    """A worker to make in a process."""
+
+    group: str
+    worker_class: type
+    context: Any
+    kwargs: Mapping[str, Any]
+    epoch: int = 1
+    """Of the controller that asks for it."""
+    make: str = ""
+    """Workers with equal ones are equal as they are made; empty where nobody can tell."""
+
+
+class Call(NamedTuple):
+    """One method call on one worker. (epoch, generation) fence off older controllers and groups; `id` makes a repeat recognisable.
+
+    A named tuple, like all that a call makes for each rank: it is made and pickled several times faster than a frozen dataclass."""
 
     id: str
     epoch: int
@@ -73,11 +89,13 @@ class Call:
     group: str
     method: str
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] | None = None
     assembly: Assembly | None = None
     """How to put the batch argument together from the fetched blocks; None when the method takes no batch."""
     batch_blocks: int = 0
     """How many of the blocks belong to the batch; those of other stored arguments follow."""
+    writes: bool = True
+    """False where the answer has no blocks, which is cheaper to know beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +111,29 @@ class Failure:
     """The exception itself when it is one of rolemesh's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(NamedTuple):
     """What a call answers beside its blocks: small things only."""
 
     value: Any = None
     metas: tuple[BlockMeta | None, BlockMeta | None] = (None, None)
     """Of the blocks written: numbers (what an algorithm reads), and everything else (tokens, texts)."""
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Metrics | None = None
     spans: tuple[Span, ...] = ()
+    """What the worker itself recorded."""
     started: float = 0.0
     ended: float = 0.0
     failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A worker as its process knows it: how it was made, and the (epoch, generation) that it serves."""
+
+    make: str
+    whole: bool
+    """It was loaded, and no call that changes it has failed or begun since without ending."""
+    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,19 +142,20 @@ class Report:
 
     pid: int
     node: str
-    workers: tuple[str, ...]
-    """Groups that have a worker here."""
+    workers: Mapping[str, Resident]
+    """By group."""
     state: Literal["idle", "computing"]
     call: str
     """`group.method` under way, or empty."""
     since: float
     """Wall clock at which the state began."""
+    leaving: bool = False
+    """It was told to end (SIGTERM), as before its machine goes away."""
     stack: str = ""
     """Python stack of the compute thread, when asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
+class Pending(NamedTuple):
     """A submitted call. `reply` resolves to the Reply, or raises WorkerDied when the process is gone, DataLost when a block is gone, and
     WorkerError when the answer cannot travel. `blocks` refer to the two tables it returns (see `Reply`); a stored object is the second."""
 
@@ -140,6 +170,13 @@ class Backend(Protocol):
 
     name: str
     lacks: frozenset[Capability]
+    prefix: str
+    """Before the names of pools, `RUN/`, so that two runs in one cluster never meet; empty where every run is alone."""
+
+    @property
+    def address(self) -> str:
+        """Where others find its cluster, once it runs; empty where nobody can."""
+        ...
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run the controller to its end on a loop of the backend's choice."""
@@ -175,9 +212,20 @@ class Backend(Protocol):
         """Start an empty host in a bundle of a pool."""
         ...
 
-    async def add_worker(
-        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
-    ) -> None:
+    async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
+        """Take over a pool that another controller reserved: these bundles on these nodes. Returns the newest process of each bundle
+        that answers; others are killed. None when there is no such pool; one of this name that is different is given back first."""
+        ...
+
+    def detach(self, name: str) -> None:
+        """Let go of a pool, or of the store of a run, by name: it stays as it is, with its processes, and `close` frees it no more."""
+        ...
+
+    async def give_back(self, keep: Collection[str]) -> None:
+        """Give back the pools of this run that another controller left, with all processes, but for those to keep."""
+        ...
+
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
         """Make a worker in the process. Raises WorkerError with the original exception."""
         ...
 
@@ -186,7 +234,7 @@ class Backend(Protocol):
         ...
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
-        """Ask the control thread (`report`, `abort`; see `ProcessHost.control`). Answers also while a call computes."""
+        """Ask the control thread (`report`, `abort`, `take`; see `ProcessHost.control`). Answers also while a call computes."""
         ...
 
     def put(self, value: Any) -> Any:
@@ -206,7 +254,12 @@ class Backend(Protocol):
         ...
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> StoreLink:
-        """Start the KV store of a run, on that node or else beside the controller, and return the way to it. `close` ends it."""
+        """Start the KV store of a run, on that node or else beside the controller, and return the way to it. `close` ends it. Where it
+        outlives its controller, the store of an earlier one is taken over, with all that it knows."""
+        ...
+
+    def find_store(self, run: str) -> StoreLink:
+        """The way to the KV store of a run that another controller of the same cluster has started."""
         ...
 
     async def close(self) -> None:

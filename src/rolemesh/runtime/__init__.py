@@ -3,16 +3,19 @@ without any role."""
 
 from rolemesh.protocols.backend import Backend, Bundle, Process
 from rolemesh.protocols.store import KvChange, KvEntry, OpenWait, StoreLink, Waits, WaitStatistic
+from rolemesh.runtime.calls import CallRecord, together
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Share, Topology
 from rolemesh.runtime.faults import Fault, Faults
-from rolemesh.runtime.group import CallRecord, Deadlines, WorkerGroup, together
+from rolemesh.runtime.group import Deadlines, WorkerGroup
 from rolemesh.runtime.guard import ResourceGuard
 from rolemesh.runtime.kv_blocking import BlockingKvStore
+from rolemesh.runtime.kv_keeper import kept_alive
 from rolemesh.runtime.kv_store import KvLease, KvStore, KvWatch
 from rolemesh.runtime.ledger import Holding, Lease, PoolStatus, Waiting
 from rolemesh.runtime.local import LocalBackend
 from rolemesh.runtime.pool import Pool
+from rolemesh.runtime.pool_view import PoolView, merge, split
 from rolemesh.runtime.simulated import SimulatedBackend
 from rolemesh.runtime.stored import Stored
 from rolemesh.runtime.worker import Worker, WorkerContext, register
@@ -40,6 +43,7 @@ __all__ = [
     "OpenWait",
     "Pool",
     "PoolStatus",
+    "PoolView",
     "Process",
     "Rendezvous",
     "Request",
@@ -56,7 +60,10 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "create_backend",
+    "kept_alive",
+    "merge",
     "register",
+    "split",
     "together",
 ]
 

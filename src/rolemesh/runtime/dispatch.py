@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from rolemesh.batch import BatchRef
+from rolemesh.batch import BatchRef, BlockMeta
 from rolemesh.errors import BatchError
 
 
@@ -42,8 +42,7 @@ class Request:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(NamedTuple):
     """What one rank is called with."""
 
     batch: BatchRef | None
@@ -51,17 +50,21 @@ class Share:
     kwargs: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """What one rank answered: a small value, or the columns it wrote."""
 
     rank: int
     value: Any
-    batch: BatchRef | None
+    written: Sequence[tuple[Any, BlockMeta]] = ()
+    """The objects that hold the columns, all with the same rows."""
+
+    @property
+    def batch(self) -> BatchRef | None:
+        return BatchRef.of_written([self.written]) if self.written else None
 
     @property
     def result(self) -> Any:
-        return self.value if self.batch is None else self.batch
+        return self.batch if self.written else self.value
 
 
 Split = Callable[[Topology, Request], list[Share | None]]
@@ -106,10 +109,8 @@ def split_one_each(topology: Topology, request: Request) -> list[Share | None]:
 
 
 def _sharded(topology: Topology, request: Request, parts: Sequence[BatchRef]) -> list[Share | None]:
-    return [
-        Share(batch=parts[rank // topology.tensor_parallel], args=request.args, kwargs=request.kwargs)
-        for rank in range(topology.world_size)
-    ]
+    shares = [Share(batch=part, args=request.args, kwargs=request.kwargs) for part in parts]
+    return [shares[rank // topology.tensor_parallel] for rank in range(topology.world_size)]
 
 
 def _batch(request: Request) -> BatchRef:
@@ -141,10 +142,10 @@ def collect_first(topology: Topology, request: Request, answers: Sequence[Answer
 def collect_shards(topology: Topology, request: Request, answers: Sequence[Answer]) -> Any:
     """Columns of all leaders as one BatchRef in the order of the rows sent; without columns, the leaders' values."""
     leaders = [answer for answer in answers if topology.is_leader(answer.rank)]
-    written = [answer.batch for answer in leaders if answer.batch is not None]
+    written = [answer.written for answer in leaders if answer.written]
     if not written:
         return [answer.value for answer in leaders]
-    return _batch(request).select([]).join(BatchRef.concat(written))  # workers return exactly the rows they got
+    return _batch(request).select([]).join(BatchRef.of_written(written))  # workers return exactly the rows they got
 
 
 DISPATCHES: Final[dict[str, Dispatch]] = {

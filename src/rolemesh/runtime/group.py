@@ -14,37 +14,29 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rolemesh.batch import BatchRef
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
-from rolemesh.observe import Metrics
-from rolemesh.protocols.backend import Call, Failure, Pending, Process, Reply, Report
-from rolemesh.runtime.dispatch import Answer, Request, Share, Topology
+from rolemesh.observe import Journal, Metrics
+from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
+from rolemesh.protocols.store import StoreLink
+from rolemesh.runtime.calls import Called, CallRecord, all_or_first_failure, answer_of, failed, first_cause, named, tell, together
+from rolemesh.runtime.dispatch import Request, Share, Topology
+from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
-from rolemesh.runtime.stored import Stored, take_out
+from rolemesh.runtime.pool_view import PoolView
+from rolemesh.runtime.stored import take_out
 from rolemesh.runtime.worker import Settled, Worker, WorkerContext, registered_methods, settled_methods
 
-T = TypeVar("T")
 UNWIND_SECONDS = 10.0
 """How long the other ranks of a failed call get to come back after their communicators were cut."""
 LIFE = frozenset(registered_methods(Worker))
 """Methods that make a communicator, and so need none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRecord:
-    """One finished call of a group, for whoever observes: controller wall time in seconds (backend clock) and the ranks' replies."""
-
-    group: str
-    method: str
-    started: float
-    ended: float
-    replies: tuple[Reply, ...]
-    metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +49,6 @@ class Deadlines:
     control: float = 10.0
 
 
-Called = Mapping[int, Pending]
-"""The calls under way, by rank."""
-
-
 def _observe_nothing(record: CallRecord) -> None:
     """Default observer."""
 
@@ -70,25 +58,33 @@ class WorkerGroup:
     """Workers of one class, rank i in `bundles[i]` of the pool. Subclass it to add calls of your own.
 
     `worker_kwargs` go to every worker's constructor. `epoch` is the controller's; the group's `generation` rises with every `init` of
-    its communicator, and workers refuse calls of older ones.
+    its communicator, and workers refuse calls of older ones. With a `journal` both are the journal's: so they rise over the death of a
+    controller too, and the next one can take over pool and workers.
     """
 
     name: str
     worker_class: type[Worker]
-    pool: Pool
+    pool: Pool | PoolView
     bundles: Sequence[int]
     worker_kwargs: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     epoch: int = 1
+    journal: Journal | None = None
     tensor_parallel: int = 1
     run_dir: str = ""
+    store: StoreLink | None = None
+    """The way to the run's KV store, for workers that use it."""
     observer: Callable[[CallRecord], None] = _observe_nothing
     generation: int = field(default=0, init=False)
     _joined: bool = field(default=False, init=False)
     """The ranks have a communicator that was not cut."""
     _methods: dict[str, Settled] = field(init=False)
+    _found: set[int] = field(default_factory=set, init=False)
+    """Ranks whose worker was found as it would be made, and loaded."""
 
     def __post_init__(self) -> None:
+        if self.journal is not None:
+            self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -121,18 +117,27 @@ class WorkerGroup:
         return process
 
     async def create(self, deadline: float = 60.0) -> None:
-        """Start the processes and make the workers in them. Raises DeadlineExceeded, ResourceError or the worker's own error."""
+        """Start the processes and make the workers in them. In processes that the pool took over, workers stay that are as they would be
+        made, loaded and in order. Raises DeadlineExceeded, ResourceError or the worker's own error."""
         await together(self._create(rank, deadline) for rank in range(self.world_size))
         for rank, bundle in enumerate(self.bundles):
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
+        process = await self.pool.process(self.bundles[rank], deadline)
+        context = self._context(rank, process)
+        make = make_of(self.worker_class, context, self.worker_kwargs)
+        found = self.pool.resident(self.bundles[rank], self.name)
+        if found is not None and found.whole and make and found.make == make:
+            self._found.add(rank)
+            return
+        spec = WorkerSpec(
+            group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
+        )
         try:
-            process = await self.pool.process(self.bundles[rank], deadline)
-            context = self._context(rank, process)
-            await self.pool.backend.add_worker(process, self.name, self.worker_class, context, self.worker_kwargs, deadline)
+            await self.pool.backend.add_worker(process, spec, deadline)
         except WorkerError as error:
-            raise _named(error, self.name, rank, "__init__") from error.__cause__
+            raise named(error, self.name, rank, "__init__") from error.__cause__
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         places = [self.pool.bundles[bundle] for bundle in self.bundles]
@@ -148,11 +153,14 @@ class WorkerGroup:
             process=process.spec.name,
             gpus=places[rank].gpus,
             run_dir=self.run_dir,
+            store=self.store,
         )
 
     async def init(self, retries: int = 1) -> None:
-        """Load models (each worker retried by itself), then form the communicator (retried as a group, each time anew)."""
-        await together(self._load(rank, retries) for rank in range(self.world_size))
+        """Load models (each worker retried by itself; not those that were found loaded), then form the communicator (retried as a group,
+        each time anew)."""
+        await together(self._load(rank, retries) for rank in range(self.world_size) if rank not in self._found)
+        self._found.clear()
         if self._communicates:
             await self.rejoin(retries)
 
@@ -170,7 +178,7 @@ class WorkerGroup:
     async def rejoin(self, retries: int = 1) -> None:
         """Form the communicator anew under a new generation, for example after a rank was replaced."""
         for attempt in range(retries + 1):
-            self.generation += 1
+            self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
             try:
                 rendezvous = await self.call("open_rendezvous", self.generation, self.deadlines.join, deadline=self.deadlines.join)
                 await self.call("join", rendezvous, self.deadlines.join, self.deadlines.call, deadline=self.deadlines.join * 2)
@@ -234,10 +242,14 @@ class WorkerGroup:
             raise NotJoined(group=self.name, method=method)
         started = self.pool.backend.time()
         identity = call_id or uuid.uuid4().hex
-        called = {rank: self._submit(rank, share, registered, method, identity) for rank, share in shares.items()}
+        distinct = {id(share): share for share in shares.values()}  # ranks may share one
+        calls = {key: self._call_of(share, registered, method, identity) for key, share in distinct.items()}
+        submit = self.pool.backend.call
+        called = {rank: submit(self._process(rank), *calls[id(share)]) for rank, share in shares.items()}
         replies = await self._gather(called, method, self.deadlines.call if deadline is None else deadline)
-        self._record(method, started, list(replies.values()))
-        answers = [_answer(chosen.index(rank), reply, called[rank], registered) for rank, reply in replies.items()]
+        self._record(identity, method, started, called, replies)
+        place = {rank: place for place, rank in enumerate(chosen)}
+        answers = [answer_of(place[rank], reply, called[rank], registered) for rank, reply in replies.items()]
         return registered.dispatch.collect(topology, request, answers)
 
     def _chosen(self, ranks: Sequence[int] | None, method: str, batch: BatchRef | None) -> list[int]:
@@ -254,7 +266,8 @@ class WorkerGroup:
             )
         return chosen
 
-    def _submit(self, rank: int, share: Share, registered: Settled, method: str, identity: str) -> Pending:
+    def _call_of(self, share: Share, registered: Settled, method: str, identity: str) -> tuple[Call, list[Any]]:
+        """The call, and the stored objects that it needs."""
         refs: list[Any] = []
         assembly = None
         if share.batch is not None:
@@ -270,37 +283,45 @@ class WorkerGroup:
             kwargs=kwargs,
             assembly=assembly,
             batch_blocks=len(refs),
+            writes=bool(registered.writes) or registered.stores,
         )
-        pending = self.pool.backend.call(self._process(rank), call, [*refs, *stored])
-        pending.reply.add_done_callback(_look_at)
-        return pending
+        return call, [*refs, *stored]
 
-    def _record(self, method: str, started: float, replies: Sequence[Reply]) -> None:
+    def _record(self, identity: str, method: str, started: float, called: Called, replies: Mapping[int, Reply]) -> None:
         metrics = Metrics()
-        for reply in replies:
-            metrics.merge(reply.metrics)
-        ended = self.pool.backend.time()
-        self.observer(CallRecord(group=self.name, method=method, started=started, ended=ended, replies=tuple(replies), metrics=metrics))
+        for reply in replies.values():
+            if reply.metrics is not None:
+                metrics.merge(reply.metrics)
+        record = CallRecord(
+            id=identity,
+            group=self.name,
+            method=method,
+            started=started,
+            ended=self.pool.backend.time(),
+            replies=tuple(replies.values()),
+            processes=tuple(pending.process.spec.name for pending in called.values()),
+            metrics=metrics,
+        )
+        self.observer(record)
 
     # -- waiting and failing --------------------------------------------------------------------------------------------------
 
     async def _gather(self, called: Called, method: str, deadline: float) -> dict[int, Reply]:
         """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
-        waiting = {pending.reply for pending in called.values()}
-        ends = self.pool.backend.time() + deadline
-        while waiting:
-            remaining = ends - self.pool.backend.time()
-            done, waiting = await asyncio.wait(waiting, timeout=max(remaining, 0), return_when=asyncio.FIRST_COMPLETED)
-            if any(future.exception() is not None or future.result().failure is not None for future in done):
-                await self._unwind(waiting)
-                raise self._first_cause(called, method)
-            if not done:
-                error = await self._expired([rank for rank, pending in called.items() if pending.reply in waiting], method, deadline)
-                await self._unwind(waiting)
-                raise error
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline):
+                await all_or_first_failure([pending.reply for pending in called.values()])
+        late = {rank: pending.reply for rank, pending in called.items() if not pending.reply.done()}
+        if any(failed(pending.reply) for rank, pending in called.items() if rank not in late):
+            await self._unwind(late.values())
+            raise first_cause(called, self.name, method)
+        if late:
+            error = await self._expired(list(late), method, deadline)
+            await self._unwind(late.values())
+            raise error
         return {rank: pending.reply.result() for rank, pending in called.items()}
 
-    async def _unwind(self, waiting: set[asyncio.Future[Reply]]) -> None:
+    async def _unwind(self, waiting: Collection[asyncio.Future[Reply]]) -> None:
         """Free the ranks that may hang in a collective with one that failed or is late, and wait for them."""
         if not waiting:
             return
@@ -311,39 +332,9 @@ class WorkerGroup:
     async def _control(self, rank: int, request: str, **kwargs: Any) -> Any:
         return await self.pool.backend.control(self._process(rank), request, self.deadlines.control, **kwargs)
 
-    def _first_cause(self, called: Called, method: str) -> RolemeshError:
-        """A death comes before an exception (which may only be its echo in a collective); of exceptions the earliest counts."""
-        failures: list[tuple[float, RolemeshError]] = []
-        for rank, pending in called.items():
-            if not pending.reply.done():
-                continue
-            error = pending.reply.exception()
-            if isinstance(error, RolemeshError):
-                failures.append((0.0, _named(error, self.name, rank, method)))
-            elif error is not None:
-                raise error
-            elif (failure := pending.reply.result().failure) is not None:
-                failures.append((failure.at, self._worker_error(rank, pending.process, failure, method)))
-        return min(failures, key=lambda found: (not isinstance(found[1], WorkerDied), found[0]))[1]
-
-    def _worker_error(self, rank: int, process: Process, failure: Failure, method: str) -> WorkerError:
-        error = WorkerError(
-            group=self.name,
-            rank=rank,
-            node=process.node,
-            pid=process.pid,
-            method=method,
-            original_type=failure.type,
-            original_message=failure.message,
-            original_traceback=failure.traceback,
-            log_path=process.spec.log_path,
-        )
-        error.__cause__ = failure.error
-        return error
-
     async def _expired(self, late: Sequence[int], method: str, deadline: float) -> DeadlineExceeded:
         reports = await asyncio.gather(*(self._control(rank, "report", stack=True) for rank in late), return_exceptions=True)
-        told = "; ".join(f"rank {rank}: {_tell(report)}" for rank, report in zip(late, reports, strict=True))
+        told = "; ".join(f"rank {rank}: {tell(report)}" for rank, report in zip(late, reports, strict=True))
         subject = f"{self.name}.{method}() on rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=told)
 
@@ -353,47 +344,22 @@ class WorkerGroup:
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
         return found
 
+    async def unready(self) -> str:
+        """For a group that is being created or initialised: which ranks have no process yet, and what the others compute; empty when
+        nothing is under way."""
+        places = [self.pool.latest(bundle) for bundle in self.bundles]
+        missing = [str(rank) for rank, process in enumerate(places) if process is None]
+        started = [rank for rank, process in enumerate(places) if process is not None]
+        reports = await asyncio.gather(*(self._control(rank, "report") for rank in started), return_exceptions=True)
+        told = [f"rank {', '.join(missing)} has not started"] if missing else []
+        for rank, report in zip(started, reports, strict=True):
+            if isinstance(report, BaseException) or report.call:
+                told.append(f"rank {rank} {tell(report)}")
+        return "; ".join(told)
+
     async def abort(self) -> None:
         """Free every rank that is blocked in a collective: control threads cut this group's communicator. `rejoin` makes a new one."""
         if self._communicates:
             self._joined = False
             aborts = (self._control(rank, "abort", group=self.name) for rank in range(self.world_size))
             await asyncio.gather(*aborts, return_exceptions=True)
-
-
-def _answer(rank: int, reply: Reply, pending: Pending, registered: Settled) -> Answer:
-    value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
-    parts = [BatchRef.from_blocks([(ref, meta)]) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
-    batch = parts[0].join(parts[1]) if len(parts) == 2 else parts[0] if parts else None
-    return Answer(rank=rank, value=value, batch=batch)
-
-
-def _look_at(reply: asyncio.Future[Reply]) -> None:
-    """Retrieve the exception of a call that nobody may wait for any more, or asyncio reports it as lost."""
-    if not reply.cancelled():
-        reply.exception()
-
-
-def _tell(report: Report | BaseException) -> str:
-    if isinstance(report, BaseException):
-        return f"its control thread does not answer ({report})"
-    stack = f"\n{report.stack}" if report.stack else ""
-    return f"{report.state} {report.call} (pid {report.pid} on {report.node}){stack}"
-
-
-def _named(error: RolemeshError, group: str, rank: int, method: str) -> RolemeshError:
-    if not isinstance(error, WorkerError):
-        return error
-    return type(error)(**{**error.fields, "group": group, "rank": rank, "method": method})
-
-
-async def together(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all side by side (calls of several groups, for one) and return their results in order; on the first error the others are
-    cancelled and awaited, and that error is raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 The backend calls `execute` on the compute thread, one call at a time, and `control` on another thread at any time. A call carries
 (epoch, generation); older ones than seen are refused. A mutating call runs once: its answer is kept, and the same id again gets it.
+A controller that takes over a process says so on the control thread, so that what an older one has queued here is refused already.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy as np
 
 from rolemesh.batch import Batch, BlockMeta, assemble, block_meta
 from rolemesh.errors import BatchError, RolemeshError, StaleCall
-from rolemesh.observe import Metrics, Span
-from rolemesh.protocols.backend import Call, Failure, Reply, Report
+from rolemesh.observe import Metrics
+from rolemesh.protocols.backend import Call, Failure, Reply, Report, Resident, WorkerSpec
 from rolemesh.runtime.stored import fill
 from rolemesh.runtime.worker import Peers, Settled, Worker, WorkerContext, settled_methods
 
@@ -36,30 +37,47 @@ Answered = tuple[Reply, tuple[Any, Any]]
 
 
 class ProcessHost:
-    """The workers of one process. `clock` is the wall clock, unless time is simulated."""
+    """The workers of one process, which is theirs alone unless it is `shared`. `clock` is the wall clock, unless time is simulated."""
 
-    def __init__(self, name: str, node: str, *, clock: Callable[[], float] = time.time) -> None:
-        self.name, self.node, self._clock = name, node, clock
+    def __init__(self, name: str, node: str, *, shared: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.name, self.node, self._shared, self._clock = name, node, shared, clock
+        self._dressed: WorkerContext | None = None
+        """Whose variables the environment holds."""
         self._workers: dict[str, Worker] = {}
         self._methods: dict[str, dict[str, Settled]] = {}
         self._fence: dict[str, tuple[int, int]] = {}
         self._kept: dict[str, OrderedDict[str, Answered]] = {}
+        self._makes: dict[str, str] = {}
+        self._whole: set[str] = set()
+        """Groups whose worker was loaded and has not been left by a changing call half-way since."""
+        self._epoch = 0
+        """Of the controller that took this process over."""
         self._call, self._since = "", clock()
         self._compute_thread: int | None = None
+        self.leaving = False
+        """This process was told to end."""
 
-    def add_worker(self, group: str, worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, Any]) -> Failure | None:
-        """Make a worker of `group`; replaces an earlier one of the same group."""
+    def add_worker(self, spec: WorkerSpec) -> Failure | None:
+        """Make a worker; it replaces an earlier one of the same group."""
+        group, context = spec.group, spec.context
+        self._call, self._since = f"{group}.__init__", self._clock()
         try:
-            with _environment(context):
-                worker = worker_class(context, **kwargs)
-                methods = settled_methods(worker_class, kwargs)
+            if spec.epoch < self._epoch:
+                raise StaleCall(group=group, rank=context.rank, got=(spec.epoch, 0), current=(self._epoch, 0))
+            with self._environment(context):
+                worker = spec.worker_class(context, **spec.kwargs)
+                methods = settled_methods(spec.worker_class, spec.kwargs)
         except Exception as error:  # noqa: BLE001 - the process boundary: it travels to the controller as data
             return _failure(error, self._clock())
+        finally:
+            self._call, self._since = "", self._clock()
         worker.peers = Peers(self._workers)
-        self._workers[group] = worker
         self._methods[group] = methods
+        self._makes[group] = spec.make
+        self._whole.discard(group)
         self._kept[group] = OrderedDict()
         self._fence.setdefault(group, (0, 0))
+        self._workers[group] = worker  # last: from here on it is reported
         return None
 
     def execute(self, call: Call, blocks: Sequence[Any]) -> Answered:
@@ -87,68 +105,96 @@ class ProcessHost:
         self._check_fence(call, worker)
         worker.metrics = Metrics()
         worker.spans.drain()  # of a call that raised
-        args = fill(call.args, blocks)
+        args, kwargs = fill(call.args, blocks), fill(call.kwargs or {}, blocks)
         batch = assemble(call.assembly, blocks[: call.batch_blocks]) if call.assembly is not None else None
         if batch is not None:
             args = (batch, *args)
-        with _environment(worker.context):
-            result = getattr(worker, call.method)(*args, **fill(call.kwargs, blocks))
+        whole = call.method == "load" or call.group in self._whole
+        if method.mutates:
+            self._whole.discard(call.group)
+        with self._environment(worker.context):
+            result = getattr(worker, call.method)(*args, **kwargs)
+        if whole:
+            self._whole.add(call.group)
         value, metas, written = _pack(method, f"{call.group}.{call.method}()", batch, result)
         reply = Reply(
             value=value,
             metas=metas,
-            metrics=worker.metrics,
-            spans=self._spans(worker, call, started),
+            metrics=worker.metrics or None,
+            spans=tuple(worker.spans.drain()),
             started=started,
             ended=self._clock(),
         )
         return reply, written
 
     def _check_fence(self, call: Call, worker: Worker) -> None:
-        got, current = (call.epoch, call.generation), self._fence[call.group]
+        got, current = (call.epoch, call.generation), max(self._fence[call.group], (self._epoch, 0))
         if got < current:
             raise StaleCall(group=call.group, rank=worker.context.rank, got=got, current=current)
         self._fence[call.group] = got
 
-    def _spans(self, worker: Worker, call: Call, started: float) -> tuple[Span, ...]:
-        whole = Span(name=call.method, start=started, end=self._clock(), process=self.name, track=call.group, args={"call": call.id})
-        return (whole, *worker.spans.drain())
+    @contextmanager
+    def _environment(self, context: WorkerContext) -> Iterator[None]:
+        """The worker's standard variables. A shared process (the local backend's is even the controller's) has them around the worker's
+        own code only; in another they stay until a worker with others runs."""
+        if self._dressed is context:
+            yield
+            return
+        before = {name: os.environ.get(name) for name in context.env()}
+        os.environ.update(context.env())
+        try:
+            yield
+        finally:
+            if self._shared:
+                _restore(before)
+            else:
+                self._dressed = context
 
-    def control(self, request: str, *, group: str = "", stack: bool = False) -> Any:
-        """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), or `abort` the worker of `group`."""
+    def control(self, request: str, *, group: str = "", stack: bool = False, epoch: int = 0) -> Any:
+        """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), `abort` the worker of `group`, or
+        `take` the process over: calls of epochs before `epoch` are refused from now on, and communicators cut."""
         if request == "abort":
             worker = self._workers.get(group)
             return worker.abort() if worker is not None else 0
-        if request == "report":
-            return self._report(stack=stack)
-        raise ValueError(f"control request must be report or abort, got {request!r}")
+        if request == "take":
+            self._take(epoch)
+        elif request != "report":
+            raise ValueError(f"control request must be report, abort or take, got {request!r}")
+        return self._report(stack=stack)
+
+    def _take(self, epoch: int) -> None:
+        served = max([self._epoch, *(seen for seen, _ in self._fence.values())])
+        if epoch <= served:
+            raise StaleCall(group=f"process {self.name}", rank=None, got=(epoch, 0), current=(served, 0))
+        self._epoch = epoch
+        for worker in list(self._workers.values()):
+            worker.abort()
 
     def _report(self, *, stack: bool) -> Report:
         frame = sys._current_frames().get(self._compute_thread or 0) if stack and self._call else None
+        call, since = self._call, self._since
+        residents = {}
+        for group in list(self._workers):
+            epoch, generation = self._fence[group]
+            residents[group] = Resident(make=self._makes[group], whole=group in self._whole, epoch=epoch, generation=generation)
         return Report(
             pid=os.getpid(),
             node=self.node,
-            workers=tuple(self._workers),
-            state="computing" if self._call else "idle",
-            call=self._call,
-            since=self._since,
+            workers=residents,
+            state="computing" if call else "idle",
+            call=call,
+            since=since,
+            leaving=self.leaving,
             stack="".join(traceback.format_stack(frame)) if frame is not None else "",
         )
 
 
-@contextmanager
-def _environment(context: WorkerContext) -> Iterator[None]:
-    """The worker's standard variables, around its own code only: processes are shared, the local backend's even with the controller."""
-    before = {name: os.environ.get(name) for name in context.env()}
-    os.environ.update(context.env())
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _pack(

@@ -21,7 +21,7 @@ class BlockingKvStore:
     """
 
     def __init__(self, link: StoreLink, *, owner: str, namespace: str = "", group: str = "", generation: int = 0) -> None:
-        self._link = link
+        self._link, self.generation = link, generation
         self._store = self._drive(_opened(link, owner=owner, namespace=namespace, group=group, generation=generation))
 
     def _drive(self, work: Coroutine[Any, Any, Any], deadline: float = 0.0) -> Any:

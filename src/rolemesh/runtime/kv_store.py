@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from rolemesh.errors import DeadlineExceeded, LeaseExpired, ValueRefused
+from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.backend import Backend
 from rolemesh.protocols.store import (
     Changes,
@@ -79,9 +80,11 @@ class KvStore:
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, backend: Backend, run: str, *, owner: str = "controller", deadline: float = 60.0) -> Self:
-        """Start the store of a run; its backend's `close` ends it."""
-        return cls(await backend.start_store(run, deadline), owner=owner)
+    async def start(
+        cls, backend: Backend, run: str, *, owner: str = "controller", deadline: float = 60.0, node: NodeInfo | None = None
+    ) -> Self:
+        """Start the store of a run, on that node or else beside the controller; its backend's `close` ends it."""
+        return cls(await backend.start_store(run, deadline, node), owner=owner)
 
     async def __aenter__(self) -> Self:
         return self
@@ -198,6 +201,10 @@ class KvStore:
         """Who waited for which keys, how often and how long, and who waits now."""
         waits: Waits = await self._ask("waits")
         return waits
+
+    async def ping(self, deadline: float) -> None:
+        """Raises StoreGone when there is no answer at once, where everything else tries again."""
+        await self.link.ask(self._request("waits"), deadline)
 
     # -- what this client owns ------------------------------------------------------------------------------------------------
 

@@ -10,13 +10,13 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import local_inventory
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.host import ProcessHost
 from rolemesh.runtime.kv_server import KvServer
@@ -72,7 +72,8 @@ class LocalBackend:
     """Backend of one process. See `protocols/backend.py` for the methods."""
 
     name = "local"
-    lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt"})
+    address = prefix = ""
+    lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt", "detach"})
 
     def __init__(self) -> None:
         self._hosts: dict[str, ProcessHost] = {}
@@ -111,19 +112,26 @@ class LocalBackend:
                 )  # fmt: skip
         self._pools[name] = tuple(bundles)
 
+    async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
+        return None  # what an earlier controller had ended with its process
+
+    def detach(self, name: str) -> None:
+        raise NotImplementedError(f"the {self.name} backend lacks detach")
+
+    async def give_back(self, keep: Collection[str]) -> None:
+        pass
+
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
         node = "local"
         self._hosts[spec.name] = ProcessHost(spec.name, node)
         return Process(spec=spec, node=node, address=ADDRESS, pid=os.getpid(), handle=self._hosts[spec.name])
 
-    async def add_worker(
-        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
-    ) -> None:
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
         self._check_alive(process)
-        failure = process.handle.add_worker(group, worker_class, context, kwargs)
+        failure = process.handle.add_worker(spec)
         if failure is not None:
             raise WorkerError(
-                group=group, rank=context.rank, node=process.node, pid=process.pid, method="__init__",
+                group=spec.group, rank=spec.context.rank, node=process.node, pid=process.pid, method="__init__",
                 original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
             ) from failure.error  # fmt: skip
 
@@ -159,6 +167,9 @@ class LocalBackend:
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> LocalStoreLink:
         self._stores.append(LocalStoreLink(run))
         return self._stores[-1]
+
+    def find_store(self, run: str) -> LocalStoreLink:
+        return next(link for link in self._stores if link.run == run)
 
     async def close(self) -> None:
         for store in self._stores:

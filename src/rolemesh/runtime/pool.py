@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from rolemesh.errors import ResourceError
+from rolemesh.errors import ConfigError, DeadlineExceeded, ResourceError, StaleCall, WorkerDied
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Backend, Bundle, Process, ProcessSpec
+from rolemesh.protocols.backend import Backend, Bundle, Process, ProcessSpec, Report, Resident
 
 Restore = Callable[[float], Awaitable[None]]
+TAKE_SECONDS = 10.0
+"""How long a process that is taken over gets to answer, and a call of the controller before to end; then it is replaced."""
+PAUSE_SECONDS = 0.05
 
 
 class Pool:
@@ -24,14 +27,17 @@ class Pool:
         bundles: Sequence[Bundle],
         nodes: Sequence[NodeInfo],
         *,
-        prefix: str = "",
         log_dir: Path | None = None,
         interface: str | None = None,
     ) -> None:
         self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
-        self._prefix, self._log_dir, self._interface = prefix, log_dir, interface
-        self._starting: dict[int, asyncio.Task[Process]] = {}
+        self._log_dir, self._interface = log_dir, interface
+        self._starting: dict[int, asyncio.Future[Process]] = {}
         self._latest: dict[int, Process] = {}
+        self._started: dict[int, int] = {}
+        """How many processes each bundle has had."""
+        self._residents: dict[int, dict[str, Resident]] = {}
+        """Workers that were found in processes that were taken over, until their groups ask for them."""
         self._tenants: dict[int, dict[str, Restore]] = {}
         self._env: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         if interface is not None:
@@ -53,14 +59,68 @@ class Pool:
         """Reserve the bundles. Raises ResourceError on expiry."""
         await self.backend.create_pool(self._full_name, self.bundles, self.nodes, deadline)
 
+    async def attach(self, deadline: float, *, epoch: int) -> bool:
+        """Take over the pool of a controller that is gone, with the processes that live; `epoch` is the new controller's, and has to be
+        higher than that of any before. Whatever an older one still has under way is stopped and what it has queued is refused. Processes
+        that are missing start on first use, as ever.
+
+        False when there is no such pool, or one of other bundles or nodes, which is given back then: `create` it.
+        """
+        found = await self.backend.attach_pool(self._full_name, self.bundles, self.nodes, deadline)
+        if found is None:
+            return False
+        try:
+            await asyncio.gather(*(self._take(process, epoch) for process in found))
+        except StaleCall:  # a newer controller has it
+            self.detach()
+            raise
+        return True
+
+    async def _take(self, process: Process, epoch: int) -> None:
+        bundle = process.spec.bundle
+        self._started[bundle] = int(process.spec.name.rpartition(".")[2])
+        try:
+            residents = await self._freed(process, epoch)
+        except (WorkerDied, DeadlineExceeded):
+            await self.backend.kill(process)
+            return
+        self._starting[bundle] = taken = asyncio.get_running_loop().create_future()
+        taken.set_result(process)
+        self._latest[bundle], self._residents[bundle] = process, residents
+
+    async def _freed(self, process: Process, epoch: int) -> dict[str, Resident]:
+        """The workers of a process that is ours from now on, once the call of an older controller has ended in it."""
+        ends = self.backend.time() + TAKE_SECONDS
+        report: Report = await self.backend.control(process, "take", TAKE_SECONDS, epoch=epoch)
+        while report.state == "computing":
+            if self.backend.time() >= ends:
+                raise DeadlineExceeded(waiter="the controller", subject=f"{report.call} of an older controller", seconds=TAKE_SECONDS)
+            await self.backend.sleep(PAUSE_SECONDS)
+            report = await self.backend.control(process, "report", TAKE_SECONDS)
+        return dict(report.workers)
+
+    def resident(self, bundle: int, group: str) -> Resident | None:
+        """The worker of a group that was found in a bundle's process when it was taken over. Given to its group once."""
+        return self._residents.get(bundle, {}).pop(group, None)
+
+    def detach(self) -> None:
+        """Let go of the pool and leave everything as it is, for a later `attach`. Raises ConfigError where processes end with us."""
+        if "detach" in self.backend.lacks:
+            remedy = "Use create_backend('ray', run=..., detached=True)"
+            raise ConfigError.one(f"pool {self.name}", "needs a backend whose processes outlive it", self.backend.name, remedy)
+        self._starting.clear()
+        self._tenants.clear()
+        self.backend.detach(self._full_name)
+
     @property
     def _full_name(self) -> str:
-        return f"{self._prefix}{self.name}"
+        return f"{self.backend.prefix}{self.name}"
 
     async def process(self, bundle: int, deadline: float) -> Process:
         """The process of a bundle, started on first use. A start that failed is forgotten, so that the next use tries again."""
         if bundle not in self._starting:
-            name = f"{self._full_name}-{bundle}"
+            self._started[bundle] = nth = self._started.get(bundle, 0) + 1  # the name of the one before may not be free yet
+            name = f"{self._full_name}-{bundle}.{nth}"
             log_path = str(self._log_dir / f"{self.name}-{bundle}.log") if self._log_dir else ""
             spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path, interface=self._interface)
             starting = self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))
@@ -69,7 +129,7 @@ class Pool:
         self._latest[bundle] = process
         return process
 
-    def _forget_failed(self, bundle: int, task: asyncio.Task[Process]) -> None:
+    def _forget_failed(self, bundle: int, task: asyncio.Future[Process]) -> None:
         if not _succeeded(task) and self._starting.get(bundle) is task:
             del self._starting[bundle]
 
@@ -95,10 +155,11 @@ class Pool:
     async def kill(self, bundle: int) -> None:
         """End the process of a bundle, also one that is still starting; the next use starts a new one."""
         task = self._starting.pop(bundle, None)
+        self._residents.pop(bundle, None)
         if task is not None:
             await self._end(task)
 
-    async def _end(self, task: asyncio.Task[Process]) -> None:
+    async def _end(self, task: asyncio.Future[Process]) -> None:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
@@ -116,6 +177,6 @@ class Pool:
                 raise error
 
 
-def _succeeded(task: asyncio.Task[Process]) -> bool:
+def _succeeded(task: asyncio.Future[Process]) -> bool:
     """Looks at the exception, so that asyncio does not report one that nobody waited for."""
     return task.done() and not task.cancelled() and task.exception() is None

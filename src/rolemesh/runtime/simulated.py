@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, Report
+from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, Report, WorkerSpec
 from rolemesh.runtime.faults import Faults
 from rolemesh.runtime.host import Answered, ProcessHost
 from rolemesh.runtime.local import Held, LocalBackend
@@ -55,7 +55,7 @@ class SimulatedBackend(LocalBackend):
     `start_seconds` the start of a process, `limit` the virtual seconds after which `run` gives up."""
 
     name = "simulated"
-    lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt"})
+    lacks: frozenset[Capability] = frozenset({"processes", "communicators", "preempt", "detach"})
 
     def __init__(
         self,
@@ -146,11 +146,9 @@ class SimulatedBackend(LocalBackend):
         self._running[spec.name] = _Process(host)
         return Process(spec=spec, node=node, address=node, pid=self._pids, created=self.time(), handle=host)
 
-    async def add_worker(
-        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
-    ) -> None:
-        await super().add_worker(process, group, worker_class, context, kwargs, deadline)
-        self._running[process.spec.name].ranks[group] = context.rank
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
+        await super().add_worker(process, spec, deadline)
+        self._running[process.spec.name].ranks[spec.group] = spec.context.rank
 
     async def kill(self, process: Process) -> None:
         if self._hosts.get(process.spec.name) is process.handle:
@@ -246,8 +244,7 @@ def _wanted(bundles: Sequence[Bundle], nodes: Sequence[NodeInfo]) -> dict[str, t
 def _since(began: float, answered: Answered) -> Answered:
     """The method took no time by itself: its call began when the process took it up."""
     reply, written = answered
-    spans = tuple(replace(span, start=began) if index == 0 else span for index, span in enumerate(reply.spans))
-    return replace(reply, started=began, spans=spans), written
+    return reply._replace(started=began), written
 
 
 def _died(process: Process, how: str) -> WorkerDied:

@@ -24,6 +24,8 @@ class _Place:
 def take_out(args: tuple[Any, ...], kwargs: Mapping[str, Any], offset: int) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
     """Replace every Stored argument by its place among the call's blocks (from `offset`); returns the references too."""
     refs: list[Any] = []
+    if not (args or kwargs):
+        return args, {}, refs
 
     def place(value: Any) -> Any:
         if not isinstance(value, Stored):

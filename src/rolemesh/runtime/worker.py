@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from rolemesh.observe import Metrics, SpanRecorder
+from rolemesh.protocols.store import StoreLink
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Dispatch
+from rolemesh.runtime.kv_blocking import BlockingKvStore
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,6 +113,8 @@ class WorkerContext:
     master_port: int = 0
     generation: int = 0
     run_dir: str = ""
+    store: StoreLink | None = None
+    """The way to the run's KV store, where it has one."""
 
     @property
     def device(self) -> str:
@@ -162,6 +166,20 @@ class Worker:
         self.spans = SpanRecorder(context.process, context.group)
         self.peers = Peers()
         self.communicator: Communicator | None = None
+        self._kv: BlockingKvStore | None = None
+
+    @property
+    def kv(self) -> BlockingKvStore:
+        """The run's KV store; what is written speaks for the group's present generation. Raises RuntimeError where the run has none."""
+        link, context = self.context.store, self.context
+        if link is None:
+            raise RuntimeError(f"{context.group} rank {context.rank} has no KV store: give its WorkerGroup one with store=...")
+        if self._kv is None or self._kv.generation != context.generation:
+            if self._kv is not None:
+                self._kv.close()
+            owner = f"{context.group} rank {context.rank}"
+            self._kv = BlockingKvStore(link, owner=owner, group=context.group, generation=context.generation)
+        return self._kv
 
     @register(dispatch="all", mutates=True)
     def load(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
 import signal
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,12 +19,12 @@ from typing import Any, TypeVar
 from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
-from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
-from rolemesh.observe import RunDirectory, read_json_lines, write_json, write_text
-from rolemesh.plan import Inventory, local_inventory, plan_json
+from rolemesh.errors import ConfigError, ResourceError, RolemeshError, RunStopped, WorkerError
+from rolemesh.observe import Journal, RunDirectory, read_journal, read_json_lines, write_json, write_text
+from rolemesh.plan import Inventory, Plan, held_as_free, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.training import checkpoint as checkpoints
-from rolemesh.training import phases
+from rolemesh.training import phases, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
 from rolemesh.training.preflight import Checked, Prepared, check
@@ -34,20 +35,21 @@ from rolemesh.training.session import Session
 T = TypeVar("T")
 Loop = Callable[[TrainingRun], Awaitable[None]]
 """Takes a run that stands ready to its end; `loop.train` is the usual one."""
-STATUS_SECONDS = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run."""
 
 
-def backend_for(config: Config, inventory: Inventory | None) -> Backend:
-    """The backend of a config: with exactly the resources of the inventory, or on the config's cluster. Workers import user code from
-    where the controller does."""
+def backend_for(config: Config, inventory: Inventory | None, run: str) -> Backend:
+    """The backend of a config for a run: with exactly the resources of the inventory, or on the config's cluster. Workers import user code
+    from where the controller does."""
     if config.backend == "local":
         return create_backend("local")
+    cluster = config.cluster
+    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live, "run": run, "pythonpath": python_path()}
     if inventory is None:
-        return create_backend("ray", address=config.cluster.address, pythonpath=python_path())
+        return create_backend("ray", address=cluster.address, **kept)
     cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
-    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, pythonpath=python_path())
+    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, **kept)
 
 
 def own_inventory(config: Config) -> Inventory | None:
@@ -55,11 +57,16 @@ def own_inventory(config: Config) -> Inventory | None:
     return None if joins_cluster(config) else local_inventory()
 
 
-async def ready(checked: Checked, backend: Backend, inventory: Inventory | None, tell: Callable[[Wait], None]) -> Prepared:
-    """What was checked, with a plan: for that inventory, or for the cluster that the backend has joined. Raises ResourceError."""
+async def ready(checked: Checked, backend: Backend, inventory: Inventory | None, run: str, tell: Callable[[Wait], None]) -> Prepared:
+    """What was checked, with a plan: for that inventory, or for the cluster that the backend has joined, where the run may use what it has
+    from an earlier driver. Raises ResourceError."""
     if inventory is not None:
         return checked.with_plan(checked.plan_for(inventory))
-    return checked.with_plan(await admitted(checked.placed, backend, checked.plan_for, tell))
+
+    def plan(found: Inventory) -> Plan:
+        return checked.plan_for(held_as_free(found, run))
+
+    return checked.with_plan(await admitted(checked.placed, backend, plan, tell))
 
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
@@ -117,14 +124,12 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     inventory = own_inventory(config)
     checked = check(config, inventory, warm_start=resume is None)
     with run_directory(config, resume) as directory:
-        checkpoint = _find_checkpoint(directory(), checked) if resume is not None else None
-        if inventory is not None:
-            directory()
-        backend = backend_for(config, inventory)
+        checkpoint = _find_checkpoint(directory, checked) if resume is not None else None
+        backend = backend_for(config, inventory, directory.name)
 
         async def main() -> dict[str, Any]:
-            prepared = await ready(checked, backend, inventory, lambda wait: tell_wait(directory(), config, display, wait))
-            return await _train(prepared, directory(), backend, display, checkpoint, loop)
+            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
+            return await _train(prepared, directory, backend, display, checkpoint, loop)
 
         summary = run_on(backend, main())
     if summary["state"] == "interrupted":
@@ -133,29 +138,18 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
 
 
 @contextmanager
-def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[Callable[[], RunDirectory]]:
-    """Gives a function that returns the run's directory, held until the end. It is made by the first call: a run that a cluster refuses
-    at once leaves none behind."""
-    with ExitStack() as held:
-        found: list[RunDirectory] = []
-
-        def directory() -> RunDirectory:
-            if not found:
-                found.append(resume or RunDirectory.create(config.runs_dir, config.name))
-                held.enter_context(_claimed(found[0]))
-            return found[0]
-
-        yield directory
-
-
-@contextmanager
-def _claimed(directory: RunDirectory) -> Iterator[None]:
-    """Hold the directory of a run; one that ends before its session began says so in its status. Raises ConfigError as `held` does."""
+def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
+    """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
+    otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
+    directory = resume or RunDirectory.create(config.runs_dir, config.name)
     with directory.held():
         try:
-            yield
+            yield directory
         except BaseException as error:
-            if directory.read_status().get("state") in ("created", "waiting"):
+            state = directory.read_status().get("state")
+            if isinstance(error, ResourceError) and state == "created":
+                shutil.rmtree(directory.path)
+            elif state in ("created", "waiting"):
                 directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
             raise
 
@@ -163,7 +157,7 @@ def _claimed(directory: RunDirectory) -> Iterator[None]:
 def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
     """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
     display.phase("waiting", str(wait))
-    directory.write_status(_status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
+    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
 
 
 def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
@@ -171,6 +165,7 @@ def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
     folder, skipped = checkpoints.newest(directory)
     state = checkpoints.read_state(folder)
     directory.read_metrics()
+    read_journal(directory.journal)
     done, steps = state["progress"].get("step", 0), prepared.config.trainer.steps
     if steps < done:
         remedy = f"Set trainer.steps above {done} to train on"
@@ -239,29 +234,32 @@ async def open_run(
     config = prepared.config
     dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
     recorder = Recorder(directory, config, display)
+    journal = Journal(directory.journal)
     outcome = "failed"
     cause: Exception | None = None
     progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
     try:
         if checkpoint is None:
             _write_plan(prepared, directory)
-        directory.write_status(_status(directory, config, progress, "starting", "starting", []))
-        for warning in prepared.plan.warnings:
+        write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
+        directory.write_status(watch.status(directory, config, progress, "starting", "starting", []))
+        for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
             recorder.note(warning)
         if joins_cluster(config):
             display.note(meeting_points(prepared.plan, config.cluster.interface))
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
-            observer=recorder.observe, announce=recorder.announce, roles=roles,
+            observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal,
         )  # fmt: skip
         async with session:
             run = TrainingRun(
                 config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
                 prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set, progress=progress,
+                cursor=prepared.prompts.state(),
             )  # fmt: skip
             if checkpoint is not None:
                 await _restore(run, prepared, checkpoint, dropped)
-            async with _watched(run):
+            async with watch.watched(run), settings.followed(run):
                 yield run
             outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:
@@ -276,8 +274,9 @@ async def open_run(
         try:
             with _writing(directory, cause):
                 recorder.events.write("end", "run", outcome)
-                directory.write_status(_status(directory, config, progress, outcome, recorder.phase, []))
+                directory.write_status(watch.status(directory, config, progress, outcome, recorder.phase, []))
         finally:
+            journal.close()
             recorder.close()
             display.stop()
 
@@ -323,41 +322,6 @@ async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint,
     details = {"step": run.progress.step, "dropped_rows": dropped, "changed_options": checkpoint.changed}
     run.recorder.events.write("prepare", str(checkpoint.folder), "resumed", message=text, **details)
     run.recorder.display.note(text + (f"; changed sections: {', '.join(checkpoint.changed)}" if checkpoint.changed else ""))
-
-
-@asynccontextmanager
-async def _watched(run: TrainingRun) -> AsyncIterator[None]:
-    """Keep `status.json` fresh for `rolemesh status` meanwhile."""
-    watch = asyncio.ensure_future(_watch(run))
-    try:
-        yield
-    finally:
-        watch.cancel()
-        (ended,) = await asyncio.gather(watch, return_exceptions=True)
-        if isinstance(ended, Exception):
-            run.recorder.note(f"status.json was not kept up to date: {type(ended).__name__}: {ended}")
-
-
-async def _watch(run: TrainingRun) -> None:
-    while True:
-        workers = await run.session.status()
-        run.directory.write_status(_status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers))
-        await run.session.backend.sleep(STATUS_SECONDS)
-
-
-def _status(
-    directory: RunDirectory, config: Config, progress: Progress, state: str, phase: str, workers: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "run": directory.name,
-        "state": state,
-        "pid": os.getpid(),
-        "time": time.time(),
-        "step": progress.step,
-        "steps": config.trainer.steps,
-        "phase": phase,
-        "workers": workers,
-    }
 
 
 def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:

@@ -25,13 +25,14 @@ async def warm_start(run: TrainingRun) -> None:
         return
     run.recorder.begin_stage("sft", sft.steps)
     actor = run.session.groups[ACTOR]
-    await actor.start_sft()
-    for step in range(1, sft.steps + 1):
-        batch = sft_batch(run.sft_prompts, sft.batch_size, run.session.tokenizer, run.config.data.max_response_tokens)
-        await actor.sft_update(run.session.store(batch))
-        run.recorder.sft_step(step)
-    await actor.end_sft()
-    await _hand_on(run)
+    async with run.session.holding("sft", ACTOR, REF, CRITIC):
+        await actor.start_sft()
+        for step in range(1, sft.steps + 1):
+            batch = sft_batch(run.sft_prompts, sft.batch_size, run.session.tokenizer, run.config.data.max_response_tokens)
+            await actor.sft_update(run.session.store(batch))
+            run.recorder.sft_step(step)
+        await actor.end_sft()
+        await _hand_on(run)
     run.progress.warm_started = True
     run.recorder.end_stage("sft", str(run.sft_prompts.report))
 
@@ -61,9 +62,10 @@ def draw(run: TrainingRun) -> BatchRef:
 async def generate(run: TrainingRun, prompts: BatchRef) -> BatchRef:
     """Sample an answer to every row with the current weights."""
     rollout = run.session.groups[ROLLOUT]
-    written = await rollout.generate(
-        prompts, version=run.progress.weight_version, temperature=run.config.rollout.temperature, seed=run.config.seed
-    )
+    async with run.session.holding("generate", ROLLOUT):
+        written = await rollout.generate(
+            prompts, version=run.progress.weight_version, temperature=run.config.rollout.temperature, seed=run.config.seed
+        )
     return prompts.join(written)
 
 
@@ -76,8 +78,9 @@ async def score(run: TrainingRun, samples: BatchRef) -> BatchRef:
         calls.append(groups[REF].logprobs(samples, temperature=run.config.rollout.temperature))
     if CRITIC in groups:
         calls.append(groups[CRITIC].values(samples))
-    for written in await together(calls):
-        samples = samples.join(written)
+    async with run.session.holding("score", REF, CRITIC):
+        for written in await together(calls):
+            samples = samples.join(written)
     return samples
 
 
@@ -86,7 +89,8 @@ async def advantages(run: TrainingRun, scored: BatchRef) -> StepBatch:
     advantages of the tokens; here only numbers of rows are read."""
     groups = run.session.groups
     if CRITIC in groups:
-        scored = scored.join(await groups[CRITIC].estimate(scored, kl_coefficient=run.kl_coefficient))
+        async with run.session.holding("advantages", CRITIC):
+            scored = scored.join(await groups[CRITIC].estimate(scored, kl_coefficient=run.kl_coefficient))
     by_source = ("source",) if run.prompts.told_apart else ()
     reads = dict.fromkeys(("reward", *by_source, *run.algorithm.reads, *(("kl",) if REF in groups else ())))
     numbers = await run.session.read(scored, tuple(reads))
@@ -140,7 +144,8 @@ async def update(run: TrainingRun, step: StepBatch) -> None:
         run.recorder.critic_alone()
     else:
         calls.append(groups[ACTOR].update(step.batch, **cut, temperature=run.config.rollout.temperature, terms=step.terms))
-    await together(calls)
+    async with run.session.holding("update", ACTOR, CRITIC):
+        await together(calls)
     run.progress.weight_version += not run.critic_warms_up
 
 
@@ -169,8 +174,9 @@ async def publish(run: TrainingRun) -> None:
     version = run.progress.weight_version
     if run.session.published_version == version:
         return
-    manifest, stored = await run.session.groups[ACTOR].publish(version)
-    held = await run.session.groups[ROLLOUT].load_weights(manifest, stored)
+    async with run.session.holding("publish", ACTOR, ROLLOUT):
+        manifest, stored = await run.session.groups[ACTOR].publish(version)
+        held = await run.session.groups[ROLLOUT].load_weights(manifest, stored)
     run.session.confirm_published(version, held)
 
 
@@ -186,7 +192,7 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
     step = run.progress.step
     every = run.config.trainer.save_samples_every
     if step == 1 or run.is_due(every, step):
-        await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples / f"step-{step:06d}.parquet"))
+        await run.session.groups[REWARD].save_samples(batch, str(run.directory.samples.resolve() / f"step-{step:06d}.parquet"))
     run.recorder.end_step(step, tokens=int(batch.token_counts.sum()), version=run.progress.weight_version, removed=run.prompts.removed())
     health.check(run)
 
@@ -194,7 +200,8 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
 async def evaluate(run: TrainingRun) -> None:
     """Greedy answers to the held-out prompts, scored like training's."""
     run.recorder.begin_stage("eval", 1)
-    values = await evaluation.held_out(run.session, run.eval_set, run.progress.weight_version)
+    async with run.session.holding("eval", ROLLOUT):
+        values = await evaluation.held_out(run.session, run.eval_set, run.progress.weight_version)
     if run.progress.first_accuracy is None:
         run.progress.first_accuracy = values["eval/accuracy"]
     run.progress.last_accuracy = values["eval/accuracy"]
@@ -204,5 +211,6 @@ async def evaluate(run: TrainingRun) -> None:
 async def save(run: TrainingRun) -> None:
     """Write a checkpoint; it counts only when it is complete."""
     run.recorder.begin_stage("save", 1)
-    folder = await checkpoint.save(run)
+    async with run.session.holding("save", ACTOR, REF, CRITIC):
+        folder = await checkpoint.save(run)
     run.recorder.saved(run.progress.step, folder)

@@ -53,8 +53,7 @@ class Recorder:
         other roles of the same process does not count."""
         self._times[f"{record.group}/{record.method}"] += max((reply.ended - reply.started for reply in record.replies), default=0.0)
         self.metrics.merge(record.metrics)
-        spans = [span for reply in record.replies for span in reply.spans]
-        self._tracer.write([*spans, self._controller_span(f"{record.group}.{record.method}", record.ended - record.started)])
+        self._tracer.write([*record.spans, self._controller_span(f"{record.group}.{record.method}", record.ended - record.started)])
 
     def _controller_span(self, name: str, seconds: float) -> Span:
         now = time.time()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptMixture
@@ -60,6 +61,8 @@ class TrainingRun:
     sft_prompts: PromptMixture | None
     eval_set: EvalSet
     progress: Progress = field(default_factory=Progress)
+    wished: Config | None = None
+    """What the config becomes with the next step; see `settings.py`."""
     interrupted: bool = False
     """Set by a signal; the loop then ends after the step under way."""
     nonfinite_steps: int = 0
@@ -84,12 +87,22 @@ class TrainingRun:
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1; each is timed and counted as done when the loop comes back for the next."""
-        for step in range(self.progress.step + 1, self.config.trainer.steps + 1):
-            if self.interrupted:
+        while True:
+            self._take_up_wishes()
+            step = self.progress.step + 1
+            if self.interrupted or step > self.config.trainer.steps:
                 return
             self.cursor = self.prompts.state()
             self.recorder.begin_step(step)
             yield step
+
+    def _take_up_wishes(self) -> None:
+        if self.wished is None:
+            return
+        before, self.config, self.wished = self.config.algorithm, self.wished, None
+        if self.config.algorithm != before:
+            self.algorithm = create_algorithm(self.config)
+            self.progress.kl_coefficient = None  # what was adapted belongs to the settings before
 
     def is_due(self, every: int, step: int) -> bool:
         """True every so many steps, and after the last one."""

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
 from rolemesh.errors import ResourceError, StaleWeights
+from rolemesh.observe import Journal
+from rolemesh.plan.build import KV_STORE
 from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
 from rolemesh.protocols.backend import Report
 from rolemesh.roles import worker_class
-from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, Pool, WorkerGroup, together
+from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, KvStore, Pool, ResourceGuard, WorkerGroup, kept_alive, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 LOAD_RETRIES = 1
+SLOW_SECONDS = 10.0
+"""A stage of the start that takes longer says so often what its workers do."""
 Announce = Callable[[str, str, str], None]
 """Called with (stage, subject, kind) as things happen."""
 
 
 class Session:
-    """Pools and groups of one run. `async with session:` creates and initialises them, in two steps with their own deadlines."""
+    """Pools, groups, KV store and resource guard of one run. `async with session:` creates and initialises them, in two steps with
+    their own deadlines."""
+
+    kv: KvStore
+    """Who is where, and what the run shares with others; see docs/library.md for its keys."""
 
     def __init__(
         self,
@@ -39,22 +49,28 @@ class Session:
         observer: Callable[[CallRecord], None],
         announce: Announce,
         roles: Sequence[str] | None = None,
-        epoch: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
-        self._announce, self._observer, self._run_dir, self._epoch = announce, observer, run_dir, epoch
+        self._announce, self._observer, self._journal = announce, observer, journal
+        self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
         self._run_id = run_id
         self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
         self.pools: dict[str, Pool] = {}
         self.groups: dict[str, WorkerGroup] = {}
+        self.guard = ResourceGuard(backend, warn=lambda text: announce("run", "guard", text))
+        for name, pool in plan.pools.items():
+            if pool.slots:
+                self.guard.add_slots(name, len(pool.slots))
+        self._life = AsyncExitStack()
 
     def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
         bundles = [bundle for bundle, _ in self._bundles[name]]
-        log_dir = self._run_dir.resolve() / "logs" if self._run_dir else None
+        log_dir = self._run_dir / "logs" if self._run_dir else None
         interface = self.config.cluster.interface
-        return Pool(self.backend, name, bundles, nodes, prefix=f"{self._run_id}/", log_dir=log_dir, interface=interface)
+        return Pool(self.backend, name, bundles, nodes, log_dir=log_dir, interface=interface)
 
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
@@ -66,8 +82,9 @@ class Session:
             [self._bundle_of(worker) for worker in workers],
             worker_kwargs={"config": self.config},
             deadlines=Deadlines(load=deadlines.load, join=deadlines.join, call=deadlines.call, control=deadlines.control),
-            epoch=self._epoch,
+            journal=self._journal,
             run_dir=str(self._run_dir or ""),
+            store=self.kv.link,
             observer=self._observer,
         )
 
@@ -92,17 +109,54 @@ class Session:
     async def _create(self) -> None:
         deadline = self.config.deadlines.create
         nodes = await self._nodes()
+        await self._open_store(nodes, deadline)
         self.pools = {name: self._pool(name, nodes) for name, places in self._bundles.items() if places}
         self.groups = {role: self._group(role) for role in self._roles}
+        taken = await self._take_over(deadline)
         for name, pool in self.pools.items():
+            if name in taken:
+                continue
             self._announce("schedule", f"pool {name}", "placing")
             await pool.create(deadline)
             self._announce("schedule", f"pool {name}", "placed")
         for role in self.groups:
             self._announce("create", role, "starting")
-        await together(group.create(deadline) for group in self.groups.values())
+        await self._told("create", deadline, (group.create(deadline) for group in self.groups.values()))
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
+
+    async def _take_over(self, deadline: float) -> set[str]:
+        """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
+        given back."""
+        if self._journal is None or "detach" in self.backend.lacks:
+            return set()
+        await self.backend.give_back(keep=[f"{self.backend.prefix}{name}" for name in self.pools])
+        taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
+        for name in taken:
+            living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)
+            self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
+        return taken
+
+    async def _open_store(self, nodes: Sequence[NodeInfo], deadline: float) -> None:
+        node = next((nodes[helper.node] for helper in self.plan.helpers if helper.name == KV_STORE), None)
+        self.kv = await KvStore.start(self.backend, self._run_id, deadline=deadline, node=node)
+        await self._life.enter_async_context(self.kv)
+        await self._life.enter_async_context(kept_alive(self.kv, lambda text: self._announce("run", "kv store", text)))
+
+    async def _told(self, stage: str, deadline: float, work: Iterable[Awaitable[T]]) -> list[T]:
+        """Do work side by side; while it takes long, say again and again who is not ready, and what they do."""
+        began = self.backend.time()
+        task = asyncio.ensure_future(together(work))
+        try:
+            while not (await asyncio.wait({task}, timeout=SLOW_SECONDS))[0]:
+                seconds = self.backend.time() - began
+                for role, group in self.groups.items():
+                    if doing := await group.unready():
+                        self._announce(stage, role, f"{doing} after {seconds:.0f} s of at most {deadline:.0f} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _nodes(self) -> Sequence[NodeInfo]:
         """The plan's nodes as the backend knows them: where the plan is not of its making, those that stand for them in their order.
@@ -122,15 +176,65 @@ class Session:
     async def _init(self) -> None:
         for role in self.groups:
             self._announce("load", role, "loading")
-        await together(group.init(retries=LOAD_RETRIES) for group in self.groups.values())
+        await self._told("load", self.config.deadlines.load, (group.init(retries=LOAD_RETRIES) for group in self.groups.values()))
         for role in self.groups:
             self._announce("join", role, "ready")
+            await self.register(role)
+
+    async def register(self, role: str) -> None:
+        """Tell the KV store where the workers of a role are, after it was created or has changed. Late writers of the role that it had
+        before are refused from here on."""
+        group = self.groups[role]
+        await self.kv.fence(role, group.generation)
+        await self.kv.put(f"groups/{role}", {"workers": group.world_size, "generation": group.generation, "epoch": group.epoch})
+        for rank, process in enumerate(group.processes):
+            told = {"node": process.node, "address": process.address, "pid": process.pid, "process": process.spec.name}
+            await self.kv.put(f"groups/{role}/{rank}", told)
 
     async def close(self) -> None:
         """End all processes and give the pools back. Idempotent."""
+        self.guard.close()
         for pool in self.pools.values():
             await pool.close()
+        await self._life.aclose()
         await self.backend.close()
+
+    def detach(self) -> None:
+        """Leave everything as it is, for the next driver of this run. Raises ConfigError where processes end with this one."""
+        for pool in self.pools.values():
+            pool.detach()
+        self.pools.clear()
+        self.backend.detach(self._run_id)
+
+    # -- devices --------------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def holding(self, phase: str, *roles: str) -> AsyncIterator[None]:
+        """Hold the slots of these roles (those that the run has) for a phase; other phases that need one of them wait meanwhile, in
+        turn. Raises DeadlineExceeded naming the holders, or Deadlock."""
+        wanted: dict[str, set[int]] = {}
+        for role in roles:
+            for worker in self.plan.of_role(role) if role in self.groups else ():
+                if worker.slot is not None:
+                    wanted.setdefault(worker.pool, set()).add(worker.slot)
+        with ExitStack() as held:
+            for pool in sorted(wanted):
+                deadline = self.config.deadlines.call
+                held.enter_context(await self.guard.acquire(pool, who=phase, slots=sorted(wanted[pool]), deadline=deadline))
+            yield
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Of each pool its slots, who holds them and who waits, with seconds so far."""
+        return [
+            {
+                "pool": pool.name,
+                "slots": int(pool.budget),
+                "free": pool.free,
+                "holders": [{"who": held.who, "slots": list(held.slots), "seconds": pool.time - held.since} for held in pool.holders],
+                "waiting": [{"who": one.who, "slots": one.amount, "seconds": pool.time - one.since} for one in pool.waiting],
+            }
+            for pool in self.guard.snapshot()
+        ]
 
     # -- data ----------------------------------------------------------------------------------------------------------------
 
@@ -167,10 +271,10 @@ class Session:
 
 def _told(report: Report | BaseException, role: str) -> dict[str, Any]:
     if not isinstance(report, Report):
-        return {"state": "unreachable", "call": "", "since": None}
+        return {"state": "unreachable", "call": "", "since": None, "leaving": False}
     mine = report.call.startswith(f"{role}.")
     state = report.state if mine else ("waiting" if report.call else "idle")
-    return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since}
+    return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since, "leaving": report.leaving}
 
 
 def _place(worker: WorkerPlan) -> tuple[str, int]:

@@ -32,17 +32,15 @@ def run_sft(config: Config, display: Display) -> Path:
     inventory = own_inventory(config)
     checked = check(config, inventory)
     with run_directory(config) as directory:
-        if inventory is not None:
-            directory()
-        backend = backend_for(config, inventory)
+        backend = backend_for(config, inventory, directory.name)
 
         async def main() -> Path:
-            prepared = await ready(checked, backend, inventory, lambda wait: tell_wait(directory(), config, display, wait))
-            async with open_run(prepared, directory(), backend, display, roles=["actor"]) as run:
+            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
+            async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
                 await phases.warm_start(run)
                 await phases.save(run)
-                folder = run.directory.checkpoint(0) / "model"
-                write_json(run.directory.summary, {"run": run.directory.name, "state": "finished", "steps": 0, "model": str(folder)})
+                folder = directory.checkpoint(0) / "model"
+                write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
                 return folder
 
         return run_on(backend, main())
@@ -56,11 +54,12 @@ def run_evaluation(
     inventory = own_inventory(config)
     roles = ["rollout", "reward"]
     checked = check(config, inventory, roles=roles)
-    backend = backend_for(config, inventory)
+    run = f"{config.name}-{secrets.token_hex(6)}"
+    backend = backend_for(config, inventory, run)
 
     async def main() -> dict[str, float]:
-        prepared = await ready(checked, backend, inventory, tell)
-        async with _session(prepared, backend, roles) as session:
+        prepared = await ready(checked, backend, inventory, run, tell)
+        async with _session(prepared, backend, run, roles) as session:
             await session.groups["rollout"].serve_folder(0)
             if sampling is None:
                 return await evaluation.held_out(session, prepared.eval_set, 0)
@@ -79,11 +78,12 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     inventory = own_inventory(config)
     checked = check(config, inventory, roles=["rollout"])
     ids = _encoded(checked, prompts)
-    backend = backend_for(config, inventory)
+    run = f"{config.name}-{secrets.token_hex(6)}"
+    backend = backend_for(config, inventory, run)
 
     async def main() -> list[str]:
-        prepared = await ready(checked, backend, inventory, _ignore_wait)
-        async with _session(prepared, backend, ["rollout"]) as session:
+        prepared = await ready(checked, backend, inventory, run, _ignore_wait)
+        async with _session(prepared, backend, run, ["rollout"]) as session:
             await session.groups["rollout"].serve_folder(0)
             rows = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
             batch = session.store(Batch.from_columns(rows))
@@ -115,9 +115,9 @@ def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
     return encoded
 
 
-def _session(prepared: Prepared, backend: Backend, roles: Sequence[str]) -> Session:
+def _session(prepared: Prepared, backend: Backend, run: str, roles: Sequence[str]) -> Session:
     return Session(
-        prepared.config, prepared.plan, backend, run_id=f"task-{secrets.token_hex(4)}", run_dir=None, tokenizer=prepared.tokenizer,
+        prepared.config, prepared.plan, backend, run_id=run, run_dir=None, tokenizer=prepared.tokenizer,
         observer=_ignore_call, announce=_ignore_event, roles=roles,
     )  # fmt: skip
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,19 +30,22 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply
+from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.ray.cluster import RayCluster
-from rolemesh.runtime.ray.host import RayHost, end_process, find_process
+from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import NODE_LABEL, find_inventory, probe_nodes, request_nodes
-from rolemesh.runtime.ray.reserve import ReservedPool, amounts, reservations, shortage
+from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
+from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
 from rolemesh.runtime.ray.waiting import first_lines, import_failure, plain, within
 
 T = TypeVar("T")
 LOG_TAIL_LINES = 20
+ANSWER_SECONDS = 10.0
+"""How long a process that is to be taken over gets to answer."""
 KILL_SECONDS = 1.0
 """How long Ray gets to end a process itself; one ended behind its back it reports as a crash, on everybody's screen."""
 GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
@@ -49,11 +55,12 @@ GONE = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 class RayBackend:
     """Backend on Ray. `address` is None for a cluster of this run alone, on this machine, that ends with it.
 
-    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests).
+    `num_cpus` and `num_gpus` tell such a cluster what the machine has (logical devices are fine in tests). What is made for the `run` ends
+    with this process, however that ends; with `detached` pools, processes and stores live on, and another controller of the same run can
+    take them over within `time_to_live` seconds.
     """
 
     name = "ray"
-    lacks: frozenset[Capability] = frozenset()
 
     def __init__(
         self,
@@ -63,10 +70,26 @@ class RayBackend:
         num_gpus: int | None = None,
         object_store_bytes: int | None = None,
         pythonpath: Sequence[str] = (),
+        run: str | None = None,
+        detached: bool = False,
+        time_to_live: float = 900,
     ) -> None:
+        self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
+        self._lifetime = "detached" if detached else None
+        self._kept = False
+        """Something was detached: it lives on when this process leaves."""
+        if detached and run is None:
+            raise ConfigError.one("run", "is needed for what is detached", "none", "Name it; whoever takes over gives the same name")
         self._cluster = RayCluster(
-            address, num_cpus=num_cpus, num_gpus=num_gpus, object_store_bytes=object_store_bytes, pythonpath=pythonpath
+            address,
+            run=run,
+            time_to_live=time_to_live if detached else 0,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_bytes=object_store_bytes,
+            pythonpath=pythonpath,
         )
+        self.prefix = f"{self._cluster.run}/"
         self._pools: dict[str, ReservedPool] = {}
         self._stores: list[RayStoreLink] = []
 
@@ -75,6 +98,10 @@ class RayBackend:
     def start(self) -> None:
         """Join the cluster, or start one. Called by the first `run`."""
         self._cluster.start()
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         self.start()
@@ -87,10 +114,13 @@ class RayBackend:
         await asyncio.sleep(seconds)
 
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
-        link = RayStoreLink(run, node)
+        link = RayStoreLink(run, node, lifetime=self._lifetime)
         self._stores.append(link)
-        await link.restart(deadline)
+        await link.start(deadline)
         return link
+
+    def find_store(self, run: str) -> RayStoreLink:
+        return RayStoreLink(run)
 
     async def close(self) -> None:
         while self._stores:
@@ -99,8 +129,11 @@ class RayBackend:
             await self.release_pool(name)
 
     def stop(self) -> None:
-        """End the cluster if it is this run's own, else leave it."""
-        self._cluster.stop()
+        """End what is left on this machine, the cluster too if it is this run's own, else leave that."""
+        if self._kept:
+            self._cluster.leave()
+        else:
+            self._cluster.stop()
 
     # -- resources ------------------------------------------------------------------------------------------------------------
 
@@ -121,11 +154,12 @@ class RayBackend:
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
         pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
         for node in sorted({bundle.node for bundle in bundles}):
-            here = [position for position, bundle in enumerate(bundles) if bundle.node == node]
-            reserved, homes = reservations([bundles[position] for position in here])
+            reserved, homes = pool.layout(node)
             selector = [{NODE_LABEL: nodes[node].labels[NODE_LABEL]}] * len(reserved)
-            pool.groups[node] = placement_group(reserved, strategy="PACK", name=f"{name}@{node}", bundle_label_selector=selector)
-            pool.homes.update(zip(here, homes, strict=True))
+            pool.groups[node] = placement_group(
+                reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
+            )
+            pool.homes.update(homes)
         ends = self.time() + deadline
         try:
             waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
@@ -142,6 +176,46 @@ class RayBackend:
         for group in pool.groups.values() if pool is not None else ():
             remove_placement_group(group)
 
+    async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
+        there = (await reserved(name)).get(name, [])
+        pool = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
+        touched = {bundle.node for bundle in bundles}
+        for node in touched:
+            shares, homes = pool.layout(node)
+            standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_LABEL], shares)), None)
+            if standing is not None:
+                pool.groups[node] = standing
+                pool.homes.update(homes)
+        if not touched or len(there) != len(touched) or pool.groups.keys() != touched:
+            _remove(there)
+            return None
+        self._pools[name] = pool
+        self._kept = False
+        found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
+        return [process for process in found if process is not None]
+
+    async def _living(self, numbered: Sequence[tuple[int, Any]], deadline: float) -> Process | None:
+        """The newest process of a bundle, unless it does not answer. The others are killed."""
+        *older, (_, newest) = numbered
+        for _, actor in older:
+            ray.kill(actor, no_restart=True)
+        try:
+            spec, node, address, pid, created = await within(min(deadline, ANSWER_SECONDS), newest.who.remote())
+        except (RayError, TimeoutError):
+            ray.kill(newest, no_restart=True)
+            return None
+        return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=newest)
+
+    def detach(self, name: str) -> None:
+        self._kept = True
+        self._pools.pop(name, None)
+        self._stores = [store for store in self._stores if store.run != name]
+
+    async def give_back(self, keep: Collection[str]) -> None:
+        for name, groups in (await reserved(self.prefix)).items():
+            if name not in keep:
+                _remove(groups)
+
     # -- processes ------------------------------------------------------------------------------------------------------------
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
@@ -149,44 +223,49 @@ class RayBackend:
         bundle, node = pool.bundles[spec.bundle], pool.nodes[pool.bundles[spec.bundle].node]
         group = pool.groups[bundle.node]
         taken = amounts(bundle)
-        actor = RayHost.options(  # type: ignore[attr-defined]
+        ends = self.time() + deadline
+        host = RayHost.options(  # type: ignore[attr-defined]
+            name=spec.name,
+            namespace=NAMESPACE,
+            lifetime=self._lifetime,
             num_cpus=taken.pop("CPU", 0),
             num_gpus=taken.pop("GPU", 0),
             resources=taken,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
-            runtime_env={"env_vars": dict(spec.env)},
-        ).remote(spec.name, node.name, spec.log_path, spec.interface)
+        )
+        try:
+            actor = await named(lambda: host.remote(spec, node.name), ends)
+        except TimeoutError as error:
+            raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
         starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
         try:
-            _, address, pid, created = await self._settle(actor.who.remote(), deadline, f"process {spec.name} to start", starting)
+            subject = f"process {spec.name} to start"
+            _, _, address, pid, created = await self._settle(actor.who.remote(), ends - self.time(), subject, starting)
         except BaseException:  # also when nobody waits for it any more: it must not start later
             ray.kill(actor, no_restart=True)
             raise
         return replace(starting, address=address, pid=pid, created=created)
 
-    async def add_worker(
-        self, process: Process, group: str, worker_class: type, context: Any, kwargs: Mapping[str, Any], deadline: float
-    ) -> None:
-        ref = process.handle.add_worker.remote(group, worker_class, context, dict(kwargs))
-        failure = await self._settle(ref, deadline, f"{group} rank {context.rank} to be made", process)
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
+        rank = spec.context.rank
+        failure = await self._settle(process.handle.add_worker.remote(spec), deadline, f"{spec.group} rank {rank} to be made", process)
         if failure is not None:
             raise WorkerError(
-                group=group, rank=context.rank, node=process.node, pid=process.pid, method="__init__",
+                group=spec.group, rank=rank, node=process.node, pid=process.pid, method="__init__",
                 original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
                 log_path=process.spec.log_path,
             ) from failure.error  # fmt: skip
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        reply_ref, numbers, others = process.handle.execute.options(num_returns=3).remote(call, *blocks)
-        reply: asyncio.Future[Reply] = asyncio.ensure_future(self._reply(reply_ref, process))
+        numbers = others = None
+        if call.writes:
+            answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+        else:
+            answered = process.handle.answer.remote(flat_call(call), *blocks)
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] = loop.create_future()
+        answered.future().add_done_callback(partial(_hand_over, loop, reply, process))
         return Pending(process=process, call=call, reply=reply, blocks=(numbers, others))
-
-    async def _reply(self, ref: Any, process: Process) -> Reply:
-        try:
-            answer: Reply = await ref
-        except RayError as error:
-            raise _failed(process, error) from error
-        return answer
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         subject = f"the control thread of {process.spec.name} to answer {request!r}"
@@ -222,6 +301,32 @@ class RayBackend:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
+def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+    """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_resolve, reply, process, answered)
+
+
+def _resolve(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
+    error = answered.exception(timeout=0)
+    if reply.done():  # cancelled
+        return
+    if error is None:
+        reply.set_result(whole_reply(answered.result(timeout=0)))
+        return
+    told = _failed(process, error) if isinstance(error, RayError) else error
+    if told is not error:
+        told.__cause__ = error
+    reply.set_exception(told)
+    reply.exception()  # seen: the controller may have stopped waiting, and asyncio would report it as lost
+
+
+def _remove(groups: Iterable[Reserved]) -> None:
+    """Ray ends what runs in them."""
+    for found in groups:
+        remove_placement_group(found.group)
+
+
 async def _placed(group: PlacementGroup, seconds: float) -> bool:
     try:
         await within(max(seconds, 0.01), group.ready())
@@ -231,8 +336,10 @@ async def _placed(group: PlacementGroup, seconds: float) -> bool:
 
 
 def _failed(process: Process, error: RayError) -> RolemeshError:
-    """What a Ray error means for a call: data that is gone, a process that is gone, or an error around the method (pickling)."""
+    """What a Ray error means for a call: data or a process that is gone, an error of ours, or one around the method (pickling)."""
     cause = _cause(error)
+    if isinstance(cause, RolemeshError):
+        return cause
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
     if missing := import_failure(process.node, cause):

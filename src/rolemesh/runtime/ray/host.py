@@ -3,44 +3,83 @@
 from __future__ import annotations
 
 import os
+import secrets
+import signal
 import sys
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import psutil
 import ray
 
 from rolemesh.plan.inventory import network_interfaces
-from rolemesh.protocols.backend import Call, Failure, Reply
+from rolemesh.protocols.backend import Call, Failure, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.host import ProcessHost
+from rolemesh.runtime.janitor import JanitorLink
+from rolemesh.runtime.janitor_process import PROCESS, RUN
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, name: str, node: str, log_path: str, interface: str | None) -> None:
-        if log_path:
-            _redirect_output(log_path)
-        self._address = network_interfaces()[interface] if interface else ray.util.get_node_ip_address()
-        self._host = ProcessHost(name, node)
+    def __init__(self, spec: ProcessSpec, node: str) -> None:
+        # Before what reads them is imported, and before there are children, which inherit the mark. Ray itself would start a process anew
+        # for each set of variables.
+        mark = f"{spec.name}~{secrets.token_hex(4)}"  # of this process alone: the janitor ends what the one before of this name has left
+        os.environ.update({**spec.env, PROCESS: mark})
+        if spec.log_path:
+            _redirect_output(spec.log_path)
+        self._spec = spec
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)  # forked children, whose environment does not have the mark, are known by their group
+        self._janitor = JanitorLink(os.environ[RUN], "work", process=mark)
+        self._address = network_interfaces()[spec.interface] if spec.interface else ray.util.get_node_ip_address()
+        self._host = ProcessHost(spec.name, node, shared=False)
+        signal.signal(signal.SIGTERM, self._leave)  # as before a preemption: the run ends in order, and ends this process
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._host.leaving = True
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def who(self) -> tuple[str, str, int, float]:
-        """(node, address, pid, when this process started)."""
-        return self._host.node, self._address, os.getpid(), psutil.Process().create_time()
+    def who(self) -> tuple[ProcessSpec, str, str, int, float]:
+        """(as what it was started, node, address, pid, when this process started)."""
+        return self._spec, self._host.node, self._address, os.getpid(), psutil.Process().create_time()
 
-    def add_worker(self, group: str, worker_class: type, context: Any, kwargs: dict[str, Any]) -> Failure | None:
-        return self._host.add_worker(group, worker_class, context, kwargs)
+    def add_worker(self, spec: WorkerSpec) -> Failure | None:
+        return self._host.add_worker(spec)
 
-    def execute(self, call: Call, *blocks: Any) -> tuple[Reply, Any, Any]:
+    @ray.method(num_returns=3)  # type: ignore[untyped-decorator]
+    def execute(self, call: list[Any], *blocks: Any) -> tuple[list[Any], Any, Any]:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
-        reply, written = self._host.execute(call, blocks)
-        return reply, *written
+        reply, written = self._host.execute(Call(*call), blocks)
+        return flat_reply(reply), *written
+
+    def answer(self, call: list[Any], *blocks: Any) -> list[Any]:
+        """`execute` of a method that writes nothing."""
+        return flat_reply(self._host.execute(Call(*call), blocks)[0])
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, request: str, kwargs: dict[str, Any]) -> Any:
         return self._host.control(request, **kwargs)
+
+
+def flat_call(call: Call) -> list[Any]:
+    """Only the head of a call without arguments. Ray packs a list of numbers and strings itself, and starts a pickler for all else."""
+    return list(call if call.args or call.kwargs or call.assembly else call[: Call._fields.index("args")])
+
+
+def flat_reply(reply: Reply) -> list[Any]:
+    """Only the times of a reply that says no more, as in `flat_call`."""
+    says_more = reply.value is not None or reply.metrics or reply.spans or reply.failure or reply.metas != (None, None)
+    return list(reply) if says_more else [reply.started, reply.ended]
+
+
+def whole_reply(flat: list[Any]) -> Reply:
+    """The inverse."""
+    return Reply(started=flat[0], ended=flat[1]) if len(flat) == 2 else Reply(*flat)
 
 
 def _redirect_output(log_path: str) -> None:

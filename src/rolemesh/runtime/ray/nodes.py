@@ -17,7 +17,7 @@ from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.plan.inventory import look_around, node_order_key
 from rolemesh.plan.ledger import DEVICES
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.runtime.group import together
+from rolemesh.runtime.calls import together
 from rolemesh.runtime.ray.holders import SLACK, Holdings, find_holders, whole_devices
 from rolemesh.runtime.ray.waiting import import_failure, plain, within
 

@@ -27,6 +27,12 @@ class ReservedPool:
     groups: dict[int, PlacementGroup] = field(default_factory=dict)
     homes: dict[int, int] = field(default_factory=dict)
 
+    def layout(self, node: int) -> tuple[list[dict[str, float]], dict[int, int]]:
+        """(what to reserve on a node, which of it each bundle there lives in)."""
+        here = [position for position, bundle in enumerate(self.bundles) if bundle.node == node]
+        reserved, homes = reservations([self.bundles[position] for position in here])
+        return reserved, dict(zip(here, homes, strict=True))
+
 
 def amounts(bundle: Bundle) -> dict[str, float]:
     """What one bundle takes, by resource. A part 1/k of a device is rounded down, so that k of them fit on it."""

@@ -20,16 +20,14 @@ from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
 from rolemesh.runtime.ray.nodes import NODE_LABEL
+from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, named
 
 T = TypeVar("T")
-NAMESPACE = "rolemesh"
-"""Ray's namespace of all our actors; their names carry the run."""
 MOST_REQUESTS = 10_000
 """Requests that the actor holds at a time. Waiting reads are most of them."""
 LOOKUP_SECONDS = 10.0
 STOP_SECONDS = 2.0
 """How long a store may take to answer that it has stopped, before its process is killed."""
-PAUSE_SECONDS = 0.05
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0, max_concurrency=MOST_REQUESTS)
@@ -37,11 +35,12 @@ class RayStore:
     """Ray never restarts it: that is for the one who started it, in a new life."""
 
     def __init__(self, incarnation: int) -> None:
+        self._life = incarnation
         self._server = KvServer(incarnation)
 
-    async def who(self) -> tuple[int, float]:
-        """(pid, when this process started)."""
-        return os.getpid(), psutil.Process().create_time()
+    async def who(self) -> tuple[int, tuple[int, float]]:
+        """(life, (pid, when this process started))."""
+        return self._life, (os.getpid(), psutil.Process().create_time())
 
     async def stop(self) -> None:
         """Before it is ended: whoever waits is told."""
@@ -52,10 +51,10 @@ class RayStore:
 
 
 class RayStoreLink:
-    """Found by the run's name, so that it finds the next life of the store too."""
+    """Found by the run's name, so that it finds the next life of the store too. `lifetime` is Ray's, of the actor."""
 
-    def __init__(self, run: str, node: NodeInfo | None = None) -> None:
-        self.run, self._life, self._node = run, 0, node
+    def __init__(self, run: str, node: NodeInfo | None = None, *, lifetime: str | None = None) -> None:
+        self.run, self._node, self._life, self._lifetime = run, node, 0, lifetime
         self._actor: Any = None
         self._owned: Any = None
         """Where it was started: Ray ends an actor when the first handle to it is gone."""
@@ -84,11 +83,14 @@ class RayStoreLink:
     async def _find(self) -> Any:
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
-                return await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
-        except (ValueError, RayError) as error:
-            raise StoreGone(f"there is no actor {self._name}") from error
+                actor = await asyncio.to_thread(find_actor, self._name)
+        except RayError as error:
+            raise StoreGone(f"there is no actor {self._name}: {error}") from error
         except TimeoutError as error:
             raise StoreGone(f"Ray's list of actors did not come in {LOOKUP_SECONDS:g} s") from error
+        if actor is None:
+            raise StoreGone(f"there is no actor {self._name}")
+        return actor
 
     def drive(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
         """On a thread of its own, which keeps leases and facts while the worker computes."""
@@ -100,33 +102,39 @@ class RayStoreLink:
             subject = f"the thread that asks the store of {self.run}"
             raise DeadlineExceeded(waiter="a worker", subject=subject, seconds=deadline) from error
 
+    async def start(self, deadline: float) -> None:
+        """Take over the store that a controller before has left, or start one."""
+        left = await asyncio.to_thread(find_actor, self._name) if self._lifetime else None
+        if left is not None:
+            try:
+                async with asyncio.timeout(LOOKUP_SECONDS):
+                    self._life, self._process = await left.who.remote()
+                self._owned = left
+                return
+            except (RayError, TimeoutError):
+                ray.kill(left, no_restart=True)
+        await self.restart(deadline)
+
     async def restart(self, deadline: float) -> None:
         await self.stop()
-        self._life += 1
+        clock = time.time_ns() // 1_000_000 if self._lifetime else 0  # higher than any before, whoever started that
+        self._life = max(self._life + 1, clock)
         ends = time.monotonic() + deadline
+        node = self._node.labels[NODE_LABEL] if self._node is not None else ray.get_runtime_context().get_node_id()
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        store = RayStore.options(  # type: ignore[attr-defined]
+            name=self._name, namespace=NAMESPACE, lifetime=self._lifetime, scheduling_strategy=here
+        )
         try:
-            self._owned = self._actor = await self._create(ends)
+            self._owned = self._actor = await named(lambda: store.remote(self._life), ends)
             async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
-                process = await self._owned.who.remote()
+                _, process = await self._owned.who.remote()
             if self._node is None or self._node.address == ray.util.get_node_ip_address():
                 self._process = process
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the store of {self.run} to start", seconds=deadline) from error
-
-    async def _create(self, ends: float) -> Any:
-        """As soon as the life before has left its name."""
-        node = self._node.labels[NODE_LABEL] if self._node is not None else ray.get_runtime_context().get_node_id()
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        store = RayStore.options(name=self._name, namespace=NAMESPACE, scheduling_strategy=here)  # type: ignore[attr-defined]
-        while True:
-            try:
-                return store.remote(self._life)
-            except ValueError as error:
-                if time.monotonic() >= ends:
-                    raise TimeoutError(str(error)) from error
-                await asyncio.sleep(PAUSE_SECONDS)
 
     async def stop(self) -> None:
         """On this machine its process is ended even if it does not answer."""

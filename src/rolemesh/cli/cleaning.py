@@ -1,0 +1,89 @@
+"""`rolemesh clean`: what runs have left on this machine and in a cluster, and freeing it. Loads Ray for a cluster only."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rolemesh.config import load_config
+from rolemesh.errors import ConfigError
+from rolemesh.observe import RunDirectory, find_run
+
+if TYPE_CHECKING:
+    from rolemesh.runtime.leftovers import Leftover
+
+
+def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool, force: bool, as_json: bool) -> None:
+    """Free a run, or all that nobody drives or waits for; print what there was."""
+    from rolemesh.runtime.leftovers import find_leftovers
+
+    found = {left.run or str(left.folder): left for left in find_leftovers()}
+    directory = find_run(runs_dir, run) if run is not None and run not in found and address is None else None
+    name = directory.name if directory is not None else run
+    if directory is not None and address is None and directory.config.is_file():
+        address = load_config(str(directory.config)).cluster.address
+    address = address or (found[name].address if name in found else None)
+    cluster = _in_cluster(address) if address else {}
+    entries = [_entry(key, found.get(key), *cluster.get(key, ([], []))) for key in dict.fromkeys((*found, *cluster))]
+    entries = [entry for entry in entries if name in (None, entry["run"])]
+    for entry in entries:
+        if name is not None and not force and not dry_run:
+            _refuse_driven(entry, directory)
+        entry["freed"] = not dry_run and (name is not None or entry["state"] == "left")
+        if entry["freed"]:
+            _free(entry["run"], found.get(entry["run"]), address)
+    if as_json:
+        typer.echo(json.dumps({"left": entries}, indent=2, default=str))
+    else:
+        _show(entries, Console(), dry_run=dry_run)
+
+
+def _in_cluster(address: str) -> dict[str, tuple[list[str], list[str]]]:
+    from rolemesh.runtime.ray.sweep import standing
+
+    return standing(address)
+
+
+def _entry(name: str, left: Leftover | None, actors: list[str], groups: list[str]) -> dict[str, Any]:
+    here = asdict(left) if left is not None else {"state": "in the cluster", "driver": 0, "since": None, "processes": ()}
+    return {**here, "run": name, "actors": actors, "placement_groups": groups}
+
+
+def _refuse_driven(entry: dict[str, Any], directory: RunDirectory | None) -> None:
+    if entry["state"] == "driven" or (directory is not None and directory.is_running()):
+        driver = f"process {entry['driver']}" if entry["driver"] else "one on another machine"
+        raise ConfigError.one(
+            "run", f"{entry['run']} must have no driver", driver, "Stop it first; --force ends it as well, without saving"
+        )
+
+
+def _free(name: str, left: Leftover | None, address: str | None) -> None:
+    if address:
+        from rolemesh.runtime.ray.sweep import sweep
+
+        sweep(address, name)
+    if left is not None:
+        left.free()
+
+
+def _show(entries: list[dict[str, Any]], console: Console, *, dry_run: bool) -> None:
+    if not entries:
+        console.print("nothing is left")
+        return
+    table = Table("run", "state", "for", "processes", "memory", "folder", "actors", "groups", "freed")
+    for entry in entries:
+        age = f"{(time.time() - entry['since']) / 60:.0f} min" if entry["since"] else ""
+        memory = sum(process["bytes"] for process in entry["processes"])
+        sizes = (str(len(entry["processes"])), f"{memory / 1e6:.0f} MB", f"{entry.get('folder_bytes', 0) / 1e6:.1f} MB")
+        in_ray = (str(len(entry["actors"])), str(len(entry["placement_groups"])))
+        table.add_row(entry["run"], entry["state"], age, *sizes, *in_ray, "yes" if entry["freed"] else "no")
+    console.print(table)
+    if dry_run:
+        console.print("nothing was freed (--dry-run)")

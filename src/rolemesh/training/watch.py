@@ -1,0 +1,105 @@
+"""Beside the loop: `status.json` is kept fresh for `rolemesh status`, and a call that takes long is told of with what it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from rolemesh.config.schema import Config
+from rolemesh.observe import RunDirectory
+from rolemesh.runtime import WorkerGroup
+from rolemesh.training.run import Progress, TrainingRun
+
+STATUS_SECONDS: Final = 1.0
+SLOW_SECONDS: Final = 60.0
+"""A call that takes so long is told of, and again each time it has taken twice as long."""
+
+
+@asynccontextmanager
+async def watched(run: TrainingRun) -> AsyncIterator[None]:
+    """Watch over a run meanwhile."""
+    watch = asyncio.ensure_future(_watch(run))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        (ended,) = await asyncio.gather(watch, return_exceptions=True)
+        if isinstance(ended, Exception):
+            run.recorder.note(f"status.json was not kept up to date: {type(ended).__name__}: {ended}")
+
+
+async def _watch(run: TrainingRun) -> None:
+    slow = SlowCalls()
+    while True:
+        workers = await run.session.status()
+        found = status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers)
+        run.directory.write_status(found | {"pools": run.session.devices()})
+        _leave_in_time(run, workers)
+        for group in slow.due(workers, time.time()):
+            run.recorder.note(await describe(run.session.groups[group], run.config.deadlines.call))
+        await run.session.backend.sleep(STATUS_SECONDS)
+
+
+def _leave_in_time(run: TrainingRun, workers: Sequence[Mapping[str, Any]]) -> None:
+    """A worker that was told to end (its machine is about to go) ends the run as a signal to the driver does: after the step, saved."""
+    leaving = [f"{entry['group']} rank {entry['rank']}" for entry in workers if entry["leaving"]]
+    if leaving and not run.interrupted:
+        run.interrupted = True
+        run.recorder.note(f"{', '.join(leaving)} got SIGTERM: finishing this step, then saving")
+
+
+class SlowCalls:
+    """Which groups have a call that was told of too long ago."""
+
+    def __init__(self, first: float = SLOW_SECONDS) -> None:
+        self._first = first
+        self._next: dict[tuple[str, float], float] = {}
+
+    def due(self, workers: Sequence[Mapping[str, Any]], now: float) -> list[str]:
+        """Groups to tell of now, given their workers' entries in the status."""
+        computing = {(entry["group"], entry["since"]) for entry in workers if entry["state"] == "computing"}
+        self._next = {call: self._next.get(call, self._first) for call in computing}
+        due = [call for call in sorted(computing) if now - call[1] >= self._next[call]]
+        for call in due:
+            self._next[call] = 2 * (now - call[1])
+        return list(dict.fromkeys(group for group, _ in due))
+
+
+async def describe(group: WorkerGroup, deadline: float) -> str:
+    """What the ranks of a group compute, since when and where in the code."""
+    lines = []
+    for rank, report in enumerate(await group.reports(stack=True)):
+        if isinstance(report, BaseException):
+            lines.append(f"rank {rank} does not answer: {report}")
+        elif report.call:
+            seconds = time.time() - report.since
+            lines.append(f"rank {rank} (pid {report.pid} on {report.node}) has computed {report.call} for {seconds:.0f} s, now in")
+            lines.append("  " + " <- ".join(_innermost(report.stack)))
+    return f"{group.name} takes long; its calls end after {deadline:.0f} s (deadlines.call)\n" + "\n".join(lines)
+
+
+def _innermost(stack: str, frames: int = 3) -> list[str]:
+    """`loss.py:12 backward` of the last frames of a stack, the innermost first."""
+    found = re.findall(r'File "(?:[^"]*/)?([^"/]+)", line (\d+), in (\S+)', stack)
+    return [f"{file}:{line} {name}" for file, line, name in reversed(found[-frames:])]
+
+
+def status(
+    directory: RunDirectory, config: Config, progress: Progress, state: str, phase: str, workers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What `status.json` holds."""
+    return {
+        "run": directory.name,
+        "state": state,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "step": progress.step,
+        "steps": config.trainer.steps,
+        "phase": phase,
+        "workers": workers,
+    }

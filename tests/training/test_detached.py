@@ -1,0 +1,159 @@
+"""S19: the driver of a run is killed with -9, and `rolemesh train --resume` goes on in the processes that live. Slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from training_helpers import SMALL, Quiet, only_run, rows, small
+
+from rolemesh.observe import RunDirectory, read_json_lines
+from rolemesh.plan import local_inventory
+from rolemesh.training import phases
+from rolemesh.training.launch import backend_for, open_run, run_on
+from rolemesh.training.preflight import prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+STEPS = 6
+
+
+def train(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rolemesh.cli", "train", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))}
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def demo() -> list[str]:
+    options = ("pools.main.nodes=[2]", f"trainer.steps={STEPS}", "trainer.save_every=1", "trainer.keep_checkpoints=9")
+    return ["demo", *SMALL, *options, "cluster.detached=true", "cluster.time_to_live=120"]
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    return output
+
+
+def killed_after(folder: Path, step: int, process: subprocess.Popen[str]) -> tuple[RunDirectory, set[int]]:
+    """Kill the driver in the step after a checkpoint; the run and the pids of its workers."""
+    ends = time.monotonic() + 240
+    while not list(folder.glob(f"runs/*/checkpoints/step-{step}")) or len(workers(folder)) < 5:
+        assert time.monotonic() < ends
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    pids = workers(folder)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    return only_run(folder), set(pids)
+
+
+def workers(folder: Path) -> list[int]:
+    """Two actor, two rollout and one reward worker, by the pids of their processes."""
+    found = list(folder.glob("runs/*/status.json"))
+    return [worker["pid"] for worker in json.loads(found[0].read_text()).get("workers", [])] if found else []
+
+
+def kinds(run: RunDirectory, since: float, subject: str) -> list[str]:
+    return [event["kind"] for event in read_json_lines(run.events) if event["subject"] == subject and event["time"] > since]
+
+
+def ready(run: RunDirectory, since: float) -> float:
+    """Seconds until all groups stood ready."""
+    return max(event["time"] for event in read_json_lines(run.events) if event["kind"] == "ready") - since
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    folder = tmp_path_factory.mktemp("whole")
+    finished(train(folder, *demo()))
+    return only_run(folder)
+
+
+def assert_same_end(run: RunDirectory, undisturbed: RunDirectory) -> None:
+    states = [torch.load(each.checkpoint(STEPS) / "actor.pt", weights_only=True) for each in (undisturbed, run)]
+    assert len(states[0]["model"]) > 5
+    for part in ("model", "optimizer"):
+        assert flat(states[0][part]).keys() == flat(states[1][part]).keys()
+        for name, tensor in flat(states[0][part]).items():
+            assert torch.equal(tensor, flat(states[1][part])[name]), name
+    trained = [row["step"] for row in rows(run) if "reward/mean" in row]
+    assert trained == list(range(1, STEPS + 1))
+
+
+def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by path."""
+    found = {}
+    for name, value in state.items():
+        found |= {f"{name}.{key}": tensor for key, tensor in flat(value).items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(tmp_path: Path, undisturbed: RunDirectory) -> None:
+    run, pids = killed_after(tmp_path, 2, train(tmp_path, *demo()))
+    assert all(map(psutil.pid_exists, pids))
+    began = time.time()
+    again = train(tmp_path, "--resume", run.name)
+    while (
+        not workers(tmp_path) or json.loads(run.status.read_text())["state"] != "running" or kinds(run, began, "reward")[-1:] != ["ready"]
+    ):
+        assert again.poll() is None, again.communicate()[0]
+        time.sleep(0.1)
+    assert set(workers(tmp_path)) == pids
+    finished(again)
+    assert kinds(run, began, "pool main") == ["attached, 3 of 3 processes live"]
+    assert_same_end(run, undisturbed)
+    assert not any(map(psutil.pid_exists, pids)), "a run that ends in order frees everything"
+    seconds = ready(run, began)
+    sys.stdout.write(f"attached after {seconds:.1f} s\n")
+    assert seconds < 60, "under 5 s on a machine that does nothing else"
+
+
+def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, undisturbed: RunDirectory) -> None:
+    run, pids = killed_after(tmp_path, 1, train(tmp_path, *demo()))
+    began = time.time()
+    pools = "pools={main: {nodes: [2], cpus: 0.5}, other: {nodes: [1]}}"
+    finished(train(tmp_path, "--resume", run.name, pools, "roles.reward.pool=other", f"trainer.steps={STEPS}"))
+    assert kinds(run, began, "pool main") == ["placing", "placed"]
+    assert kinds(run, began, "pool other") == ["placing", "placed"]
+    assert not any(map(psutil.pid_exists, pids))
+    assert_same_end(run, undisturbed)
+
+
+def test_a_session_that_was_detached_is_taken_over_in_the_same_process(tmp_path: Path) -> None:
+    config = small(tmp_path, "pools.main.nodes=[1]", "sft=null", "cluster.detached=true", "cluster.time_to_live=120")
+    prepared = prepare(config, local_inventory())
+    directory = RunDirectory.create(config.runs_dir, config.name)
+
+    def opened(*, detach: bool) -> tuple[list[int], list[int]]:
+        """Pids, and the generations and epochs that the groups were told."""
+        backend = backend_for(config, local_inventory(), directory.name)
+
+        async def main() -> tuple[list[int], list[int]]:
+            async with open_run(prepared, directory, backend, Quiet()) as run:
+                await phases.publish(run)
+                groups = run.session.groups.values()
+                told = await run.session.kv.get("groups/actor", deadline=10)
+                found = sorted({process.pid for group in groups for process in group.processes}), [told["epoch"]]
+                if detach:
+                    run.session.detach()
+                return found
+
+        return run_on(backend, main())
+
+    pids, told = opened(detach=True)
+    assert (len(pids), told) == (2, [1])
+    assert all(map(psutil.pid_exists, pids))
+    assert opened(detach=False) == (pids, [2])
+    assert not any(map(psutil.pid_exists, pids))
+    assert [row["kind"] for row in read_json_lines(directory.events) if row["subject"] == "pool main"] == [
+        "placing", "placed", "attached, 2 of 2 processes live"
+    ]  # fmt: skip
