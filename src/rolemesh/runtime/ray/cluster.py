@@ -129,8 +129,8 @@ def join(address: str, **options: Any) -> None:
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for `auto` alone; one without tokens does not mind
     _check_that_somebody_listens(address)
     joined: Future[None] = Future()
-    threading.Thread(target=_init, args=(address, options, joined), daemon=True, name="rolemesh-ray").start()
     with _remembered_signals() as received:
+        threading.Thread(target=_init, args=(address, options, joined), daemon=True, name="rolemesh-ray").start()
         try:
             joined.result(JOIN_SECONDS)
         except TimeoutError as error:
