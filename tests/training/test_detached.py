@@ -75,6 +75,12 @@ def kinds(run: RunDirectory, since: float, subject: str) -> list[str]:
     return [event["kind"] for event in read_json_lines(run.events) if event["subject"] == subject and event["time"] > since]
 
 
+def calls(run: RunDirectory, since: float) -> set[str]:
+    """Calls of the controller by group and method."""
+    events = json.loads(run.trace.read_text())["traceEvents"]
+    return {event["name"] for event in events if event["ph"] == "X" and event["ts"] > since * 1e6}
+
+
 def ready(run: RunDirectory, since: float) -> float:
     """Seconds until all groups stood ready."""
     return max(event["time"] for event in read_json_lines(run.events) if event["kind"] == "ready") - since
@@ -119,6 +125,8 @@ def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_
     assert set(workers(tmp_path)) == pids
     finished(again)
     assert kinds(run, began, "pool main") == ["attached, 3 of 3 processes live"]
+    assert calls(run, began) >= {"actor.restore", "actor.update"}
+    assert not calls(run, began) & {"actor.load", "rollout.load", "reward.load"}, "workers stay as they are"
     assert_same_end(run, undisturbed)
     assert gone(pids), "a run that ends in order frees everything"
     seconds = ready(run, began)

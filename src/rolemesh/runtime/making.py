@@ -23,7 +23,10 @@ class _Plain(pickle.Pickler):
         self.fast = True
 
     def reducer_override(self, value: Any) -> Any:
-        return (type(value), (dict(value),)) if isinstance(value, BaseModel) else NotImplemented
+        if not isinstance(value, BaseModel):
+            return NotImplemented
+        read_again = type(value).model_validate(value.model_dump())  # defaults as they would be read: 0.0 for a float of 0
+        return type(value), (dict(read_again),)
 
 
 def make_of(worker_class: type, context: Any, kwargs: Mapping[str, Any]) -> str:
