@@ -70,7 +70,7 @@ async def places(
     pool = Pool(backend, name, bundles, nodes, interface=interface)
     await pool.create(deadline=20)
     group = WorkerGroup("place", Place, pool, bundles=range(len(bundles)))
-    await group.create(deadline=120)
+    await group.create(deadline=300)
     found = await group.where()
     await pool.close()
     return found
@@ -125,6 +125,7 @@ def test_A10_ranks_0_to_7_share_a_node_in_twenty_of_twenty_launches(backend: Bac
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_A10_twenty_launches_with_sixteen_processes_each(backend: Backend) -> None:
     async def main() -> None:
         nodes = (await backend.inventory()).nodes
@@ -314,3 +315,34 @@ def test_A21_a_node_that_lacks_a_module_is_named_with_it(backend: Backend, tmp_p
 
     backend.run(main())
     sys.modules.pop("only_here")
+
+
+@pytest.mark.slow
+def test_S18_a_rank_of_a_lost_node_goes_on_in_a_spare_slot(raylets: Any, backend: Backend) -> None:
+    lost = raylets.add_node(num_cpus=2, node_name="worker-3", object_store_memory=100_000_000)
+    raylets.wait_for_nodes()
+
+    async def main() -> None:
+        nodes = (await backend.inventory()).nodes
+        where = {node.name: index for index, node in enumerate(nodes)}
+        (third,) = [index for name, index in where.items() if name.startswith("worker-3")]
+        others = [index for index in where.values() if index != third]
+        bundles = [Bundle(node=node, cpus=1, gpus=0) for node in (others[0], third, others[1])]
+        pool = Pool(backend, "spared", bundles, nodes, spares=[2])
+        await pool.create(60)
+        group = WorkerGroup("summers", Summer, pool, [0, 1])
+        await group.create(60)
+        await group.init()
+        assert await group.step(1.0) == [1.5, 1.5]
+        raylets.remove_node(lost)
+        ends = time.monotonic() + 60
+        while len((await backend.inventory()).nodes) == len(nodes):
+            assert time.monotonic() < ends
+            await asyncio.sleep(0.2)
+        await group.replace(1, 60)
+        await group.rejoin()
+        assert await group.step(1.0) == [1.5, 1.5]
+        assert group.processes[1].node == nodes[others[1]].name
+        await pool.close()
+
+    backend.run(main())

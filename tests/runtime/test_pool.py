@@ -4,11 +4,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from runtime_workers import Adder
 
 from rolemesh.errors import ResourceError, RolemeshError
-from rolemesh.plan.schema import NodeInfo
+from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Process, ProcessSpec
-from rolemesh.runtime import Bundle, LocalBackend, Pool
+from rolemesh.runtime import Bundle, LocalBackend, Pool, WorkerGroup
 
 
 @dataclass(eq=False)
@@ -87,3 +88,37 @@ async def test_one_failing_kill_does_not_spare_the_others() -> None:
     assert (backend.killed, backend.released) == ([0, 1, 2], ["pool"])
     await pool.close()
     assert backend.killed == [0, 1, 2], "closed is closed"
+
+
+class Losing(LocalBackend):
+    """Its nodes can be taken away."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.there = [NodeInfo(name=name, cpus=8, memory_bytes=1 << 30) for name in names]
+
+    async def inventory(self) -> Inventory:
+        return Inventory(nodes=tuple(self.there), origin="test")
+
+
+async def test_S18_a_place_whose_node_is_lost_moves_to_a_spare_of_its_kind_and_the_group_goes_on() -> None:
+    backend = Losing("a", "b", "c")
+    nodes = (await backend.inventory()).nodes
+    kinds = [(0, 1.0), (1, 1.0), (0, 1.0), (2, 2.0), (1, 1.0), (2, 1.0)]  # two places in use, then spares
+    bundles = [Bundle(node=node, cpus=cpus, gpus=0) for node, cpus in kinds]
+    pool = Pool(backend, "spared", bundles, nodes, spares=[3, 4, 5])
+    await pool.create(5)
+    group = WorkerGroup("adders", Adder, pool, [0, 1])
+    await group.create()
+    await group.init()
+    await group.replace(0)
+    assert group.processes[0].spec.bundle == 0  # its node is there
+    backend.there = [nodes[0], nodes[2]]
+    await group.replace(1)
+    assert group.processes[1].spec.bundle == 5  # 3 is of another kind, and the node of 4 is lost too
+    assert pool.bundles[1] == bundles[5]
+    assert await group.double([1, 2]) == [2, 4]
+    backend.there = [nodes[0]]
+    with pytest.raises(ResourceError, match=r"pool spared: place 1 needs another: its node c is gone; found 2 spare, none of its kind"):
+        await group.replace(1)
+    await pool.close()

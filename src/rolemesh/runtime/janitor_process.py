@@ -310,7 +310,7 @@ class Janitor:
         return {"address": address}
 
     def _on_address(self, client: Client, address: str) -> None:
-        """The driver has started its cluster."""
+        """The driver is in its cluster, which is there."""
         self._record["address"] = address
         write_record(self._folder, self._record)
 

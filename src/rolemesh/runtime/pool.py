@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -18,7 +19,10 @@ PAUSE_SECONDS = 0.05
 
 
 class Pool:
-    """Bundles reserved under one name, and the processes started in them. A process is started once and shared by all groups."""
+    """Bundles reserved under one name, and the processes started in them. A process is started once and shared by all groups.
+
+    Groups use places, numbered as the bundles are. `spares` are bundles that nobody uses until the node of another one is lost.
+    """
 
     def __init__(
         self,
@@ -27,10 +31,14 @@ class Pool:
         bundles: Sequence[Bundle],
         nodes: Sequence[NodeInfo],
         *,
+        spares: Collection[int] = (),
         log_dir: Path | None = None,
         interface: str | None = None,
     ) -> None:
-        self.backend, self.name, self.bundles, self.nodes = backend, name, tuple(bundles), tuple(nodes)
+        self.backend, self.name, self.nodes = backend, name, tuple(nodes)
+        self._reserved, self._spares = tuple(bundles), list(spares)
+        self._moved: dict[int, int] = {}
+        """Places that have moved to a spare bundle."""
         self._log_dir, self._interface = log_dir, interface
         self._starting: dict[int, asyncio.Future[Process]] = {}
         self._latest: dict[int, Process] = {}
@@ -55,9 +63,14 @@ class Pool:
         bundles = [Bundle(node=node, cpus=cpus, gpus=gpus) for node, count in enumerate(slots) for _ in range(count)]
         return cls(backend, name, bundles, nodes)
 
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """Of each place, where it is now."""
+        return tuple(self._reserved[self._moved.get(place, place)] for place in range(len(self._reserved)))
+
     async def create(self, deadline: float) -> None:
         """Reserve the bundles. Raises ResourceError on expiry."""
-        await self.backend.create_pool(self._full_name, self.bundles, self.nodes, deadline)
+        await self.backend.create_pool(self._full_name, self._reserved, self.nodes, deadline)
 
     async def attach(self, deadline: float, *, epoch: int) -> bool:
         """Take over the pool of a controller that is gone, with the processes that live; `epoch` is the new controller's, and has to be
@@ -66,7 +79,7 @@ class Pool:
 
         False when there is no such pool, or one of other bundles or nodes, which is given back then: `create` it.
         """
-        found = await self.backend.attach_pool(self._full_name, self.bundles, self.nodes, deadline)
+        found = await self.backend.attach_pool(self._full_name, self._reserved, self.nodes, deadline)
         if found is None:
             return False
         try:
@@ -119,10 +132,11 @@ class Pool:
     async def process(self, bundle: int, deadline: float) -> Process:
         """The process of a bundle, started on first use. A start that failed is forgotten, so that the next use tries again."""
         if bundle not in self._starting:
-            self._started[bundle] = nth = self._started.get(bundle, 0) + 1  # the name of the one before may not be free yet
-            name = f"{self._full_name}-{bundle}.{nth}"
-            log_path = str(self._log_dir / f"{self.name}-{bundle}.log") if self._log_dir else ""
-            spec = ProcessSpec(name=name, pool=self._full_name, bundle=bundle, env=self._env, log_path=log_path, interface=self._interface)
+            home = self._moved.get(bundle, bundle)
+            self._started[home] = nth = self._started.get(home, 0) + 1  # the name of the one before may not be free yet
+            name = f"{self._full_name}-{home}.{nth}"
+            log_path = str(self._log_dir / f"{self.name}-{home}.log") if self._log_dir else ""
+            spec = ProcessSpec(name=name, pool=self._full_name, bundle=home, env=self._env, log_path=log_path, interface=self._interface)
             starting = self._starting[bundle] = asyncio.ensure_future(self.backend.spawn(spec, deadline))
             starting.add_done_callback(lambda task: self._forget_failed(bundle, task))
         process = await asyncio.shield(self._starting[bundle])  # one waiter that gives up does not end the start for the others
@@ -147,10 +161,27 @@ class Pool:
         self._tenants.setdefault(bundle, {})[group] = restore
 
     async def replace(self, bundle: int, deadline: float) -> None:
-        """Kill the process of a bundle, start a new one and restore the workers of all groups in it."""
+        """Kill the process of a bundle, start a new one and restore the workers of all groups in it; on a spare bundle, if its node is
+        gone. Raises ResourceError when there is none that would do."""
         await self.kill(bundle)
+        await self._leave_lost_node(bundle)
         for restore in list(self._tenants.get(bundle, {}).values()):
             await restore(deadline)
+
+    async def _leave_lost_node(self, place: int) -> None:
+        alive = {node.name for node in (await self.backend.inventory()).nodes}
+        bundle = self.bundles[place]
+        if self.nodes[bundle.node].name in alive:
+            return
+        for spare in self._spares:
+            other = self._reserved[spare]
+            if replace(other, node=bundle.node) == bundle and self.nodes[other.node].name in alive:
+                self._spares.remove(spare)
+                self._moved[place] = spare
+                return
+        need = f"place {place} needs another: its node {self.nodes[bundle.node].name} is gone"
+        found = f"{len(self._spares)} spare, none of its kind on a node that lives"
+        raise ResourceError.one(f"pool {self.name}", need, found, f"Hold spares with pools.{self.name}.capacity_factor")
 
     async def kill(self, bundle: int) -> None:
         """End the process of a bundle, also one that is still starting; the next use starts a new one."""

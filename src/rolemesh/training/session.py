@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+SPARE = "spare"
+"""What identifies a place that no worker has."""
 LOAD_RETRIES = 1
 SLOW_SECONDS = 10.0
 """A stage of the start that takes longer says so often what its workers do."""
@@ -68,9 +70,10 @@ class Session:
 
     def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
         bundles = [bundle for bundle, _ in self._bundles[name]]
+        spares = [index for index, (_, (kind, _)) in enumerate(self._bundles[name]) if kind == SPARE]
         log_dir = self._run_dir / "logs" if self._run_dir else None
         interface = self.config.cluster.interface
-        return Pool(self.backend, name, bundles, nodes, log_dir=log_dir, interface=interface)
+        return Pool(self.backend, name, bundles, nodes, spares=spares, log_dir=log_dir, interface=interface)
 
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
@@ -291,5 +294,5 @@ def _bundles(plan: Plan, pool: str, roles: Sequence[str]) -> list[tuple[Bundle, 
     for place in workers:
         places.setdefault(_place(place), Bundle(node=place.node, cpus=place.cpus, gpus=place.gpus, resources=place.resources))
     for spare in plan.pools[pool].spares if workers else ():
-        places["spare", spare.index] = Bundle(node=spare.node, cpus=spare.cpus, gpus=spare.gpus, resources=spare.resources)
+        places[SPARE, spare.index] = Bundle(node=spare.node, cpus=spare.cpus, gpus=spare.gpus, resources=spare.resources)
     return [(bundle, place) for place, bundle in places.items()]
