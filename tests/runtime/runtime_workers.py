@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
@@ -196,3 +198,33 @@ class Registrar(Worker):
     @register(dispatch="all")
     def missing(self) -> int:
         return self.store.get("nobody", deadline=0.5)
+
+
+class Parent(Worker):
+    """Has a child, a grandchild in a session of its own, and one that is a fork; and shared memory."""
+
+    def load(self) -> None:
+        command = ["bash", "-c", "setsid sleep 1000 & echo $!; wait"]
+        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.child.stdout is not None
+        self.grandchild = int(self.child.stdout.readline())
+        self.memory = SharedMemory(create=True, size=4096)
+        self.fork = os.fork()
+        if self.fork == 0:
+            time.sleep(1000)
+
+    @register(dispatch="all")
+    def family(self) -> dict[str, int | str]:
+        children = {"child": self.child.pid, "grandchild": self.grandchild, "fork": self.fork}
+        return {"pid": os.getpid(), **children, "memory": self.memory.name}
+
+    @register(dispatch="all")
+    def sigterm_here_and_in_a_fork(self) -> int:
+        """Gets SIGTERM, and how a forked child ends on one."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]

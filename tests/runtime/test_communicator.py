@@ -85,3 +85,21 @@ def test_forming_is_bounded_by_its_deadline_and_a_collective_by_its_timeout() ->
     with pytest.raises(RuntimeError, match="500ms"):
         ranks[0].group.allreduce([torch.ones(4)]).wait()
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_A17_ports_are_held_until_they_are_used(rounds: int) -> None:
+    """Sixteen ranks on one machine, again and again: every port is picked by the system and kept, so none is taken twice."""
+    for _ in range(rounds):
+        ranks = formed(16)
+        assert len({end for rank in ranks for end in rank._ends}) == 17, "one for the store, one for each rank"
+        for rank in ranks:
+            rank.cut()
+
+
+def test_A17_a_port_that_somebody_else_holds_is_named_with_the_role() -> None:
+    with socket.create_server((HERE, 0)) as foreign:
+        port = foreign.getsockname()[1]
+        met = Rendezvous(address=HERE, port=port, generation=3)
+        with pytest.raises(DeadlineExceeded, match=rf"actor rank 1 waited \d\.\d s for 16 ranks at {HERE}:{port} .generation 3"):
+            Communicator(met, rank=1, world_size=16, address=HERE, owner="actor").form(deadline=1, timeout=1)

@@ -14,10 +14,10 @@ import rolemesh
 ROOT = Path(__file__).parents[2]
 
 
-def program() -> str:
-    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return found.group(1)
+def program(of: str = "KvStore") -> str:
+    """The first program on the page that has this word."""
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)
+    return next(text for text in found if of in text)
 
 
 def test_S33_the_program_on_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +45,29 @@ def test_S33_the_program_on_the_page_runs_on_ray(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "[109, 116]" in done.stdout.splitlines()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_S19_the_program_that_detaches_finds_its_workers_again(tmp_path: Path) -> None:
+    script, run = tmp_path / "counters.py", f"counters{os.getpid()}"
+    detaching = program(of="pool.detach()").replace('run="counters"', f'run="{run}", num_cpus=2')
+    script.write_text(detaching)
+    ending = detaching.replace("pool.detach()", "await pool.close()")
+    assert ending != detaching
+    env = {**os.environ, "PYTHONPATH": str(Path(rolemesh.__file__).parents[1])}
+
+    def printed() -> str:
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert printed() == "created [1, 1]\n"
+    assert printed() == "attached [2, 2]\n"
+    script.write_text(ending)
+    assert printed() == "attached [3, 3]\n"
+    assert printed() == "created [1, 1]\n", "closed is gone"
 
 
 def test_S33_the_program_knows_nothing_of_reinforcement_learning() -> None:

@@ -70,7 +70,7 @@ async def places(
     pool = Pool(backend, name, bundles, nodes, interface=interface)
     await pool.create(deadline=20)
     group = WorkerGroup("place", Place, pool, bundles=range(len(bundles)))
-    await group.create(deadline=120)
+    await group.create(deadline=300)
     found = await group.where()
     await pool.close()
     return found
@@ -125,6 +125,7 @@ def test_A10_ranks_0_to_7_share_a_node_in_twenty_of_twenty_launches(backend: Bac
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_A10_twenty_launches_with_sixteen_processes_each(backend: Backend) -> None:
     async def main() -> None:
         nodes = (await backend.inventory()).nodes

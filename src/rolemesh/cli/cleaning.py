@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.config import load_config
-from rolemesh.errors import ConfigError
+from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.observe import RunDirectory, find_run
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool
     found = {left.run or str(left.folder): left for left in find_leftovers()}
     directory = find_run(runs_dir, run) if run is not None and run not in found and address is None else None
     name = directory.name if directory is not None else run
-    if directory is not None and address is None and directory.config.is_file():
-        address = load_config(str(directory.config)).cluster.address
-    address = address or (found[name].address if name in found else None)
-    cluster = _in_cluster(address) if address else {}
+    known = found[name].address if name in found else ""
+    if directory is not None and directory.config.is_file():
+        known = known or load_config(str(directory.config)).cluster.address or ""
+    cluster = _in_cluster(address or known, must_answer=address is not None)
     entries = [_entry(key, found.get(key), *cluster.get(key, ([], []))) for key in dict.fromkeys((*found, *cluster))]
     entries = [entry for entry in entries if name in (None, entry["run"])]
     for entry in entries:
@@ -38,17 +38,25 @@ def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool
             _refuse_driven(entry, directory)
         entry["freed"] = not dry_run and (name is not None or entry["state"] == "left")
         if entry["freed"]:
-            _free(entry["run"], found.get(entry["run"]), address)
+            _free(entry, found.get(entry["run"]), address or known)
     if as_json:
         typer.echo(json.dumps({"left": entries}, indent=2, default=str))
     else:
         _show(entries, Console(), dry_run=dry_run)
 
 
-def _in_cluster(address: str) -> dict[str, tuple[list[str], list[str]]]:
+def _in_cluster(address: str, *, must_answer: bool) -> dict[str, tuple[list[str], list[str]]]:
+    if not address:
+        return {}
     from rolemesh.runtime.ray.sweep import standing
 
-    return standing(address)
+    try:
+        return standing(address)
+    except RolemeshError as error:
+        if must_answer:
+            raise
+        typer.echo(f"the cluster of the run does not answer, so only this machine is looked at: {error}", err=True)
+        return {}
 
 
 def _entry(name: str, left: Leftover | None, actors: list[str], groups: list[str]) -> dict[str, Any]:
@@ -64,11 +72,11 @@ def _refuse_driven(entry: dict[str, Any], directory: RunDirectory | None) -> Non
         )
 
 
-def _free(name: str, left: Leftover | None, address: str | None) -> None:
-    if address:
+def _free(entry: dict[str, Any], left: Leftover | None, address: str) -> None:
+    if entry["actors"] or entry["placement_groups"]:
         from rolemesh.runtime.ray.sweep import sweep
 
-        sweep(address, name)
+        sweep(address, entry["run"])
     if left is not None:
         left.free()
 

@@ -46,13 +46,13 @@ class Rendezvous:
 class Communicator:
     """One rank's end of a process group: gloo for a worker on the CPU, NCCL for one on a GPU. `group` is there once `form` returned.
 
-    `address` is this worker's own: the network interface that the ranks talk over.
+    `address` is this worker's own: the network interface that the ranks talk over. `owner` is the group's name, for messages.
     """
 
     group: ProcessGroup
 
-    def __init__(self, rendezvous: Rendezvous, *, rank: int, world_size: int, address: str, device: str = "cpu") -> None:
-        self.rendezvous, self.rank, self.world_size = rendezvous, rank, world_size
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, world_size: int, address: str, device: str = "cpu", owner: str = "") -> None:
+        self.rendezvous, self.rank, self.world_size, self._owner = rendezvous, rank, world_size, owner
         self._address, self._device = address, device
         self._ends: set[End] = {(rendezvous.address, rendezvous.port)}
         self._forming: Future[ProcessGroup] = Future()
@@ -80,7 +80,9 @@ class Communicator:
             subject = f"{self.world_size} ranks at {met.address}:{met.port} (generation {met.generation})"
             report = "the attempt was cut" if isinstance(error, CancelledError) else str(error)
             waited = time.monotonic() - started
-            raise DeadlineExceeded(waiter=f"rank {self.rank}", subject=subject, seconds=waited, last_report=report) from error
+            raise DeadlineExceeded(
+                waiter=f"{self._owner} rank {self.rank}".lstrip(), subject=subject, seconds=waited, last_report=report
+            ) from error
         self.group.set_timeout(timedelta(seconds=timeout))
 
     def _form(self, ends: float, store: TCPStore | None) -> None:

@@ -36,6 +36,7 @@ class JanitorLink:
                 subject = f"the janitor of run {run} to answer"
                 raise DeadlineExceeded(waiter="a process", subject=subject, seconds=START_SECONDS) from error
         if "refused" in self.answer:
+            self.close()
             text = f"run {run} is driven by process {self.answer['refused']} already. Stop that one, or start a new run"
             raise RolemeshError(text=text)
 
@@ -68,7 +69,8 @@ class JanitorLink:
 
     def _ask(self, say: str, message: dict[str, Any]) -> dict[str, Any]:
         self.tell(say, **message)
-        line = self._connection.makefile("rb").readline()
+        with self._connection.makefile("rb") as answers:
+            line = answers.readline()
         if not line:
             self._connection.close()
             raise ConnectionResetError

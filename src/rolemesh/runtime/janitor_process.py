@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -34,8 +33,7 @@ END_SECONDS = 10.0
 SWEEP_SECONDS = 60.0
 PATIENCE_SECONDS = 10.0
 """How long a janitor waits for its first client."""
-SHARED = re.compile(rb" (/dev/shm/(?:rolemesh-|psm_|torch_|nccl-)\S*)$", re.MULTILINE)
-"""Files in shared memory that belong to the processes that have them open: ours, Python's, torch's and NCCL's."""
+TRACKERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
 class Found(NamedTuple):
@@ -43,6 +41,7 @@ class Found(NamedTuple):
 
     pid: int
     parent: int
+    group: int
     started: int
     environment: frozenset[bytes]
 
@@ -91,18 +90,20 @@ def find(pid: int) -> Found | None:
     except OSError:
         return None
     fields = tail.split()
-    return None if fields[0] in (b"Z", b"X") else Found(pid, int(fields[1]), int(fields[19]), environment)
+    return None if fields[0] in (b"Z", b"X") else Found(pid, int(fields[1]), int(fields[2]), int(fields[19]), environment)
 
 
 def processes() -> list[Found]:
     return [found for name in os.listdir("/proc") if name.isdigit() and (found := find(int(name))) is not None]
 
 
-def owned(run: str, process: str = "") -> list[Found]:
-    """What carries the mark of a run, or of one of its worker processes, and all that descends from it."""
-    marks = {f"{RUN}={run}".encode(), *([f"{PROCESS}={process}".encode()] if process else [])}
+def owned(run: str, process: str = "", group: int = 0) -> list[Found]:
+    """What carries the mark of a run and all that descends from it; or of these what has the mark, or is of the process group, of a worker
+    process: a forked child has the environment that its parent was started with."""
+    mark, narrower = f"{RUN}={run}".encode(), f"{PROCESS}={process}".encode()
     table = processes()
-    mine = {found.pid for found in table if marks <= found.environment}
+    of_run = [found for found in table if mark in found.environment]
+    mine = {found.pid for found in of_run if not process or narrower in found.environment or found.group == group}
     while more := {found.pid for found in table if found.parent in mine} - mine:
         mine |= more
     return [found for found in table if found.pid in mine - {os.getpid()}]
@@ -128,29 +129,20 @@ def kill(pid: int, started: int) -> None:
 
 
 def end_all(search: Callable[[], Iterable[Found]]) -> None:
-    """Kill until the search finds nothing, and remove the shared memory that was theirs."""
-    shared: set[str] = set()
-    ends = time.monotonic() + END_SECONDS
-    while (left := list(search())) and time.monotonic() < ends:
+    """Kill until the search finds nothing. Those that remove the shared memory of others come last: they end by themselves then."""
+    began = time.monotonic()
+    while (left := list(search())) and time.monotonic() < began + END_SECONDS:
         for found in left:
-            shared |= shared_files(found.pid)
-        for found in left:
-            kill(found.pid, found.started)
+            if time.monotonic() > began + GRACE_SECONDS or not is_tracker(found.pid):
+                kill(found.pid, found.started)
         time.sleep(0.02)
-    for path in shared:
-        remove(path)
 
 
-def shared_files(pid: int) -> set[str]:
-    try:
-        return {path.decode() for path in SHARED.findall(read_bytes(f"/proc/{pid}/maps"))}
-    except OSError:
-        return set()
-
-
-def remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
+def is_tracker(pid: int) -> bool:
+    """A process of Python or torch that waits for the end of others and then removes what they have left in shared memory."""
+    with suppress(OSError):
+        return any(name in read_bytes(f"/proc/{pid}/cmdline") for name in TRACKERS)
+    return False
 
 
 # -- what is known of a run ---------------------------------------------------------------------------------------------------
@@ -191,7 +183,7 @@ def clean(run: str, *, politely: bool) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir("/dev/shm"):
         if name.startswith(f"rolemesh-{key_of(run)}"):
-            remove(f"/dev/shm/{name}")
+            os.unlink(f"/dev/shm/{name}")
 
 
 # -- the janitor --------------------------------------------------------------------------------------------------------------
@@ -214,8 +206,8 @@ class Janitor:
         self._run, self._folder = run, folder_of(run)
         self._listener, self._selector = listener, selectors.DefaultSelector()
         self._clients: list[Client] = []
-        self._due: dict[str, float] = {}
-        """Worker processes that have ended, and when what they left is killed."""
+        self._due: dict[tuple[str, int], float] = {}
+        """Worker processes that have ended (mark, pid), and when what they left is killed."""
         self._ends: float | None = None
         """When the run is cleaned away, unless a driver comes."""
         self._until = time.monotonic() + PATIENCE_SECONDS
@@ -229,9 +221,9 @@ class Janitor:
             for key, _ in self._selector.select(max(min(timers) - time.monotonic(), 0) if timers else None):
                 key.data()
             now = time.monotonic()
-            for process in [process for process, due in self._due.items() if due <= now]:
-                del self._due[process]
-                end_all(partial(owned, self._run, process))
+            for process, pid in [ended for ended, due in self._due.items() if due <= now]:
+                del self._due[process, pid]
+                end_all(partial(owned, self._run, process, pid))
             if self._ends is not None and self._ends <= now:
                 self._clean(politely=False)
 
@@ -281,7 +273,7 @@ class Janitor:
         client.connection.close()
         os.close(client.alive)
         if client.process:
-            self._due[client.process] = time.monotonic() + GRACE_SECONDS
+            self._due[client.process, client.pid] = time.monotonic() + GRACE_SECONDS
         if client.drives and not self._over:
             self._ends = time.monotonic() + self._record["ttl"]
             self._record["left"] = time.time()
@@ -318,7 +310,7 @@ class Janitor:
         return {"address": address}
 
     def _on_address(self, client: Client, address: str) -> None:
-        """The driver has started its cluster."""
+        """The driver is in its cluster, which is there."""
         self._record["address"] = address
         write_record(self._folder, self._record)
 

@@ -197,8 +197,9 @@ class Worker:
         self.leave()
         self.context = context = self.context.joined(rendezvous)
         self.communicator = Communicator(
-            rendezvous, rank=context.rank, world_size=context.world_size, address=context.address, device=context.device
-        )  # from here on `abort` can cut it
+            rendezvous, rank=context.rank, world_size=context.world_size, address=context.address, device=context.device,
+            owner=context.group,
+        )  # fmt: skip  # from here on `abort` can cut it
         store = getattr(self, "_store", None) if context.rank == 0 else None
         self.communicator.form(deadline=deadline, timeout=timeout, store=store)
         self.joined()

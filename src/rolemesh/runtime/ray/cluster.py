@@ -7,16 +7,23 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
-from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
+from ray._private.authentication.authentication_token_setup import (
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.runtime.janitor import JanitorLink
@@ -26,6 +33,10 @@ from rolemesh.runtime.ray.waiting import first_lines
 
 HEAD = str(Path(__file__).with_name("head.py"))
 HEAD_SECONDS = 180.0
+JOIN_SECONDS = 60.0
+LISTEN_SECONDS = 10.0
+UNDISTURBED = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_process_group_cleanup_enabled": "false"}
+"""Ray kills the direct children of a worker at once, also those that remove its shared memory. The janitor does it after a moment."""
 
 
 class RayCluster:
@@ -62,13 +73,12 @@ class RayCluster:
         if self._address is None:
             enable_token_auth_by_default()
             ensure_token_if_auth_enabled()
-            if not address:
-                address = self._start_head(self._janitor.folder)
-                self._janitor.tell("address", address=address)
+            address = address or self._start_head(self._janitor.folder)
         env = {RUN: self.run}
         if self._pythonpath:
             env["PYTHONPATH"] = os.pathsep.join(self._pythonpath)
-        join({"address": address, "namespace": NAMESPACE, "runtime_env": {"env_vars": env}})
+        join(address, runtime_env={"env_vars": env})
+        self._janitor.tell("address", address=self.address)
 
     def _start_head(self, folder: Path) -> str:
         """In a session of its own, so that signals to this process's group or terminal do not reach it."""
@@ -78,7 +88,7 @@ class RayCluster:
             "object_store_memory": self._object_store_bytes,
             "temp_dir": str(folder / "ray"),
         }
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {RUN: self.run}
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | UNDISTURBED | {RUN: self.run}
         try:
             ended = subprocess.run(
                 [sys.executable, "-P", HEAD, json.dumps(options)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -110,15 +120,28 @@ class RayCluster:
             self._janitor = None
 
 
-def join(options: dict[str, Any]) -> None:
-    """`ray.init`, whole: cut short by an exception of a signal handler it crashes as the process ends.
+def join(address: str, **options: Any) -> None:
+    """Join the cluster at HOST:PORT (`auto`: that of this machine). Raises RolemeshError, or DeadlineExceeded where something else answers.
 
-    A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once. Ray's own handler of SIGTERM,
-    which ends the process on the spot, does not stay.
+    `ray.init` runs whole, in a thread of its own, where Ray leaves signal handlers alone: cut short by an exception of one it crashes as
+    the process ends. A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once.
     """
-    if threading.current_thread() is not threading.main_thread():
-        _init(options)
-        return
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for `auto` alone; one without tokens does not mind
+    _check_that_somebody_listens(address)
+    joined: Future[None] = Future()
+    threading.Thread(target=_init, args=(address, options, joined), daemon=True, name="rolemesh-ray").start()
+    with _remembered_signals() as received:
+        try:
+            joined.result(JOIN_SECONDS)
+        except TimeoutError as error:
+            raise DeadlineExceeded(waiter="the controller", subject=f"Ray at {address} to let it in", seconds=JOIN_SECONDS) from error
+    if received:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _remembered_signals() -> Iterator[list[int]]:
+    """Numbers of the SIGINT and SIGTERM that come meanwhile; the second one raises KeyboardInterrupt. In the main thread only."""
     received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -126,23 +149,33 @@ def join(options: dict[str, Any]) -> None:
         if len(received) > 1:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, remember) for number in numbers}
     try:
-        _init(options)
-    except SystemExit:  # Ray's handler
-        received.append(signal.SIGTERM)
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received:
-        raise KeyboardInterrupt
 
 
-def _init(options: dict[str, Any]) -> None:
+def _check_that_somebody_listens(address: str) -> None:
+    """`ray.init` would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Ray raises plain Exception when its processes do not come up in time
-        raise _not_started(f"at {options['address']}", first_lines(error)) from error
+        socket.create_connection((host.strip("[]"), int(port)), LISTEN_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        remedy = "Check cluster.address, and that Ray runs there (`ray start --head`; its port is 6379 unless told otherwise)"
+        raise RolemeshError(text=f"there is no Ray cluster at {address}: {type(error).__name__}: {error}. {remedy}") from error
+
+
+def _init(address: str, options: dict[str, Any], joined: Future[None]) -> None:
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+        joined.set_result(None)
+    except Exception as error:  # noqa: BLE001 - it travels to the waiting thread; Ray raises plain Exception, among others
+        joined.set_exception(_not_started(f"at {address}", first_lines(error)))
 
 
 def _not_started(where: str, found: str) -> RolemeshError:

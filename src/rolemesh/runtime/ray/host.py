@@ -32,6 +32,8 @@ class RayHost:
         if spec.log_path:
             _redirect_output(spec.log_path)
         self._spec = spec
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)  # forked children, whose environment does not have the mark, are known by their group
         self._janitor = JanitorLink(os.environ[RUN], "work", process=mark)
         self._address = network_interfaces()[spec.interface] if spec.interface else ray.util.get_node_ip_address()
         self._host = ProcessHost(spec.name, node, shared=False)

@@ -14,7 +14,7 @@ from rolemesh.runtime.ray.standing import NAMESPACE, find_actor
 def standing(address: str) -> dict[str, tuple[list[str], list[str]]]:
     """Names of actors and of placement groups by run. Stays in the cluster."""
     if not ray.is_initialized():
-        join({"address": address, "namespace": NAMESPACE})
+        join(address)
     actors = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == NAMESPACE]
     groups = [row["name"] for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
     runs = {name.partition("/")[0] for name in actors + groups if "/" in name}
