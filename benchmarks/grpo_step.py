@@ -173,10 +173,10 @@ def main() -> None:
         processes = [context.Process(target=plain_rank, args=(rank, port, prompts, pairs[rank][1]), daemon=True) for rank in range(WORKERS)]
         for process in processes:
             process.start()
-        backend = backend_for(config, local_inventory())
+        directory = RunDirectory.create(config.runs_dir, "bench")
+        backend = backend_for(config, local_inventory(), directory.name)
 
         async def session() -> tuple[list[float], list[float]]:
-            directory = RunDirectory.create(config.runs_dir, "bench")
             async with open_run(prepared, directory, backend, Silent()) as run:
                 return await measure(run, [pair[0] for pair in pairs], 2 if quick else 6, 3 if quick else 5)
 

@@ -205,6 +205,34 @@ def test_empty_parts_need_no_object_and_keep_their_columns(store):
     assert store.load(written, batch.names).equals(batch)
 
 
+def test_runs_of_mixed_rows_have_their_own_objects_only(store, shards):
+    mixed = shards.take([7, 1, 8, 2, 0, 9])
+    parts = mixed.split_rows(3)
+    assert [part.refs for part in parts] == [["p0", "p1"], ["p0", "p1"], ["p0", "p1"]]
+    assert [store.load(part, ["source"]).scalars("source") for part in parts] == [["s7", "s1"], ["s8", "s2"], ["s0", "s9"]]
+    assert [part.refs for part in shards.split_rows(5)] == [["p0"], ["p0"], ["p0"], ["p1"], ["p1"]]
+    assert store.load(shards.slice(5, 2), ["source"]).scalars("source") == ["s5", "s6"]
+    with pytest.raises(ValueError, match="read-only"):
+        parts[0].layers[0].row_in_block[0] = 1
+
+
+def test_an_object_that_comes_twice_is_one_block(store):
+    block, other = store.put("p", prompts(range(2))), store.put("q", prompts(range(5, 7)))
+    twice = BatchRef.from_blocks([block, other, block])
+    assert twice.refs == ["p", "q"]
+    assert store.load(twice, ["source"]).scalars("source") == ["s0", "s1", "s5", "s6", "s0", "s1"]
+
+
+def test_what_several_workers_wrote_in_two_objects_each_is_one_batch(store):
+    halves = [prompts(range(3)), prompts(range(3, 3)), prompts(range(3, 5))]
+    written = [[store.put(f"n{rank}", rewards(half)), store.put(f"o{rank}", half.select(["source"]))] for rank, half in enumerate(halves)]
+    batch = BatchRef.of_written(written)
+    assert batch.names == ("draw", "sample", "reward", "source")
+    assert batch.refs == ["n0", "n2", "o0", "o2"]
+    loaded = store.load(batch.take([4, 0]), ["reward", "source"])
+    assert (loaded.scalars("reward").tolist(), loaded.scalars("source")) == ([400.0, 0.0], ["s4", "s0"])
+
+
 def test_objects_that_are_not_the_ones_asked_for_are_refused(store, shards):
     refs, assembly = shards.assembly(["source"])
     objects = [store[key] for key in refs]

@@ -73,6 +73,13 @@ def test_compact_owns_its_memory(large):
     assert part.compact().equals(part)
 
 
+def test_compact_copies_only_what_shares_memory_or_lies_in_pieces(large):
+    assert large.compact() is large
+    pieces = Batch.concat([large, large])
+    assert pieces.compact().table.column("prompt_ids").num_chunks == 1
+    assert pieces.compact().equals(pieces)
+
+
 def test_reading_an_unpickled_batch_cannot_write_into_the_received_memory(large):
     received = pickle.loads(pickled(large.slice(0, 3)))
     tensors(received, ["prompt_ids"], layout="packed")["prompt_ids"].fill_(-1)

@@ -235,3 +235,9 @@ def test_all_problems_in_one_go(check):
 
 def test_bfloat16_and_deterministic_go_together(check):
     assert check("model.dtype=bfloat16", "deterministic=true") == {}
+
+
+def test_detached_needs_processes(check):
+    problem = check("cluster.detached=true", "backend=local")["cluster.detached"]
+    assert (problem.need, problem.free) == ("needs worker processes", "backend=local")
+    assert check("cluster.detached=true") == {}

@@ -3,13 +3,17 @@
 import asyncio
 import gc
 import os
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 from runtime_workers import Adder, Summer
 
+from rolemesh.batch import BlockMeta
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError
-from rolemesh.protocols.backend import Call, Pending, Process, Reply, Report
+from rolemesh.plan.schema import NodeInfo
+from rolemesh.protocols.backend import Bundle, Call, Pending, Process, Reply, Report
 from rolemesh.runtime import LocalBackend, Pool, Worker, WorkerGroup, register
 
 
@@ -116,3 +120,51 @@ async def test_calls_leave_the_environment_of_their_process_as_it_was(monkeypatc
     assert [seen["RANK"] for seen in await group.who()] == ["0", "1"]
     assert os.environ["RANK"] == "mine"
     assert "WORLD_SIZE" not in os.environ
+
+
+class Prompt(LocalBackend):
+    """Calls are answered in the next turn of the loop, with the same small column for every rank."""
+
+    def call(self, process: Process, call: Call, blocks: Any) -> Pending:
+        self.calls = [*getattr(self, "calls", []), call]
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        ids = call.assembly.ids if call.assembly else np.zeros((0, 2), np.int64)
+        meta = BlockMeta(ids=ids, tokens={}, columns={"response_length": "int"}, nbytes=8)
+        asyncio.get_running_loop().call_soon(reply.set_result, Reply(metas=(meta, None) if call.assembly else (None, None)))
+        return Pending(process=process, call=call, reply=reply, blocks=(reply, None))
+
+
+async def adders(backend: LocalBackend, ranks: int) -> WorkerGroup:
+    pool = Pool(backend, "pool", [Bundle(node=0, cpus=0, gpus=0)] * ranks, [NodeInfo(name="n", cpus=1, memory_bytes=1)])
+    group = WorkerGroup("adders", Adder, pool, range(ranks))
+    await group.create()
+    return group
+
+
+async def test_ranks_with_the_same_share_get_the_same_call() -> None:
+    backend = Prompt()
+    group = await adders(backend, 3)
+    await group.count_up()
+    assert len(backend.calls) == 3
+    assert len({id(call) for call in backend.calls}) == 1
+
+
+async def seconds_on(ranks: int) -> float:
+    """CPU time of a call on rows that as many ranks have written before, the quickest of several."""
+    from test_dispatch import ref
+
+    group = await adders(Prompt(), ranks)
+    batch = ref(2000)
+    batch = batch.join(await group.lengths(batch))
+    assert len(batch.refs) == ranks + 1
+    times = []
+    for _ in range(9):
+        began = time.process_time()
+        await group.lengths(batch)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+@pytest.mark.slow
+async def test_a_call_on_ten_times_as_many_ranks_takes_about_ten_times_as_long() -> None:
+    assert await seconds_on(1000) / await seconds_on(100) < 16  # 11; with a loop over all objects for each rank 21

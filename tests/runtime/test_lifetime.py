@@ -151,32 +151,32 @@ def in_cluster(address: str, *arguments: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_B10_I01_in_a_joined_cluster_nothing_of_a_killed_run_is_left_and_the_other_goes_on(name: str, ray_head: str) -> None:
-    with program(f"{name}-a", "wait", address=ray_head) as a, program(f"{name}-b", "wait", address=ray_head) as b:
+def test_B10_I01_in_a_joined_cluster_nothing_of_a_killed_run_is_left_and_the_other_goes_on(name: str, raylets: Any) -> None:
+    with program(f"{name}-a", "wait", address=raylets.address) as a, program(f"{name}-b", "wait", address=raylets.address) as b:
         told = [told_by(driver) for driver in (a, b)]
-        there = in_cluster(ray_head, "--dry-run")
+        there = in_cluster(raylets.address, "--dry-run")
         assert [len(there[f"{name}-{letter}-0"]["actors"]) for letter in "ab"] == [2, 2]
         assert [len(there[f"{name}-{letter}-0"]["placement_groups"]) for letter in "ab"] == [1, 1]
         a.kill()
         wait_for_none(lambda: left(f"{name}-a-0", told[0]), at_most=15)
-        assert in_cluster(ray_head, "--dry-run").keys() & {f"{name}-a-0", f"{name}-b-0"} == {f"{name}-b-0"}
+        assert in_cluster(raylets.address, "--dry-run").keys() & {f"{name}-a-0", f"{name}-b-0"} == {f"{name}-b-0"}
         assert len(alive([family["pid"] for family in told[1]["families"]])) == 2
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_S19_a_detached_run_is_freed_in_its_cluster_when_its_time_is_over_or_by_its_name(name: str, ray_head: str) -> None:
+def test_S19_a_detached_run_is_freed_in_its_cluster_when_its_time_is_over_or_by_its_name(name: str, raylets: Any) -> None:
     for time_to_live in (3, 600):
-        with program(f"{name}-{time_to_live}", "wait", address=ray_head, detached=True, time_to_live=time_to_live) as driver:
+        with program(f"{name}-{time_to_live}", "wait", address=raylets.address, detached=True, time_to_live=time_to_live) as driver:
             told, run = told_by(driver), f"{name}-{time_to_live}-0"
             driver.kill()
             time.sleep(1.5)
             assert len(alive([family["pid"] for family in told["families"]])) == 2, "detached"
             if time_to_live == 600:
-                assert in_cluster(ray_head)[run]["state"] == "waiting"
-                assert in_cluster(ray_head, run)[run]["freed"]
+                assert in_cluster(raylets.address)[run]["state"] == "waiting"
+                assert in_cluster(raylets.address, run)[run]["freed"]
             wait_for_none(lambda run=run, told=told: left(run, told), at_most=60)
-            assert run not in in_cluster(ray_head, "--dry-run")
+            assert run not in in_cluster(raylets.address, "--dry-run")
 
 
 # -- the janitor alone --------------------------------------------------------------------------------------------------------

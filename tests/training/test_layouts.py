@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -46,6 +47,11 @@ ALL_SPLIT = (
 )
 
 
+def backend_of(config: Config) -> Any:
+    """For a run of this test alone on the machine."""
+    return backend_for(config, local_inventory(), f"layouts-{secrets.token_hex(6)}")
+
+
 @asynccontextmanager
 async def opened(config: Config, backend: Any) -> AsyncIterator[TrainingRun]:
     prepared = prepare(config, local_inventory())
@@ -85,7 +91,7 @@ def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algori
     found = {}
     for name, placed in {"one": ONE, "several": layout}.items():
         config = small(tmp_path / name, *settings, *placed)
-        backend = backend_for(config, local_inventory())
+        backend = backend_of(config)
 
         async def main(config: Config = config, backend: Any = backend) -> dict[str, Any]:
             async with opened(config, backend) as run:
@@ -118,7 +124,7 @@ def length_reward(sample: Any, **options: object) -> float:
 
 def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
     config = small(tmp_path, *ONE, "sft=null")
-    backend = backend_for(config, local_inventory())
+    backend = backend_of(config)
 
     async def main() -> None:
         async with opened(config, backend) as run:
@@ -133,7 +139,7 @@ def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
 def test_the_controller_does_not_grow_with_the_batch(tmp_path: Path) -> None:
     """Workers write and read 2 MB, then 200 MB; anonymous and shared memory of the controller stay within 50 MB."""
     config = small(tmp_path, "pools.main.nodes=[2]", "sft=null", "roles.rollout.worker=test_layouts:Writer")
-    backend = backend_for(config, local_inventory())
+    backend = backend_of(config)
 
     async def main() -> list[float]:
         async with opened(config, backend) as run:
@@ -219,7 +225,7 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     config = small(tmp_path, "pools.main.nodes=[2]", "sft=null")
-    backend = backend_for(config, local_inventory())
+    backend = backend_of(config)
 
     async def main() -> str:
         async with opened(config, backend) as run:

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,7 +41,9 @@ def make_of(worker_class: type, context: Any, kwargs: Mapping[str, Any]) -> str:
     return hashlib.sha256(file.getvalue() + code.encode()).hexdigest()[:32]
 
 
+@lru_cache(maxsize=64)
 def _source(code: type) -> str:
+    """Finding it means parsing the whole module: once for a class, not once a rank."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError):  # typed in somewhere

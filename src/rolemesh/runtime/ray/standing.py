@@ -50,7 +50,7 @@ async def reserved(prefix: str) -> dict[str, list[Reserved]]:
         found: dict[str, list[Reserved]] = {}
         for row in ray.util.placement_group_table().values():
             pool, _, node = row["name"].rpartition("@")
-            if row["state"] != "REMOVED" and pool.startswith(prefix) and node.isdigit() and (group := _group(row["name"])) is not None:
+            if row["state"] != "REMOVED" and pool.startswith(prefix) and node.isdigit() and (group := find_group(row["name"])) is not None:
                 shares = [share for _, share in sorted(row["bundles"].items())]
                 nodes = frozenset(row["bundles_to_node_id"].values() if row["state"] == "CREATED" else ())
                 found.setdefault(pool, []).append(Reserved(group=group, shares=shares, nodes=nodes))
@@ -59,7 +59,8 @@ async def reserved(prefix: str) -> dict[str, list[Reserved]]:
     return await _ask(ask, "Ray's list of placement groups")
 
 
-def _group(name: str) -> PlacementGroup | None:
+def find_group(name: str) -> PlacementGroup | None:
+    """The placement group of this name, if there is one. Blocks."""
     try:
         return ray.util.get_placement_group(name)
     except ValueError:  # another namespace's, or removed since

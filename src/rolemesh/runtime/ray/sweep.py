@@ -8,7 +8,7 @@ import sys
 import ray
 
 from rolemesh.runtime.ray.cluster import join
-from rolemesh.runtime.ray.standing import NAMESPACE, find_actor
+from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, find_group
 
 
 def standing(address: str) -> dict[str, tuple[list[str], list[str]]]:
@@ -28,7 +28,8 @@ def sweep(address: str, run: str) -> None:
         if (actor := find_actor(name)) is not None:
             ray.kill(actor, no_restart=True)
     for name in groups:
-        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+        if (group := find_group(name)) is not None:
+            ray.util.remove_placement_group(group)
 
 
 if __name__ == "__main__":
