@@ -30,6 +30,8 @@ RUN, PROCESS = "ROLEMESH_RUN", "ROLEMESH_PROCESS"
 GRACE_SECONDS = 1.0
 """How long children have to go by themselves after their worker, and a run's workers after its driver said good-bye."""
 END_SECONDS = 10.0
+TRACKER_SECONDS = 5.0
+"""How long those that remove the shared memory of others have, of these; they need milliseconds where there is a processor for them."""
 SWEEP_SECONDS = 60.0
 PATIENCE_SECONDS = 10.0
 """How long a janitor waits for its first client."""
@@ -133,7 +135,7 @@ def end_all(search: Callable[[], Iterable[Found]]) -> None:
     began = time.monotonic()
     while (left := list(search())) and time.monotonic() < began + END_SECONDS:
         for found in left:
-            if time.monotonic() > began + GRACE_SECONDS or not is_tracker(found.pid):
+            if time.monotonic() > began + TRACKER_SECONDS or not is_tracker(found.pid):
                 kill(found.pid, found.started)
         time.sleep(0.02)
 

@@ -74,7 +74,7 @@ class RayCluster:
             enable_token_auth_by_default()
             ensure_token_if_auth_enabled()
             address = address or self._start_head(self._janitor.folder)
-        env = {RUN: self.run}
+        env = UNDISTURBED | {RUN: self.run}
         if self._pythonpath:
             env["PYTHONPATH"] = os.pathsep.join(self._pythonpath)
         join(address, runtime_env={"env_vars": env})
