@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 import rolemesh
 from rolemesh.cli.cleaning import clean
@@ -206,6 +207,7 @@ def test_S19_a_run_that_goes_on_with_a_driver_on_another_machine_outlives_its_ti
             assert in_cluster(raylets.address)[run]["state"] == "driven"
             with pytest.raises(ConfigError, match=f"{run} must have no driver; found one on another machine"):
                 clean(run, Path("runs"), raylets.address, dry_run=False, force=False, as_json=True)
+            ray.shutdown()  # which `clean` leaves to the end of its process
             other.communicate("x", timeout=60)
         assert in_cluster(raylets.address, run, "--force")[run]["freed"]
         wait_for_none(lambda: marked(run) + alive([family["pid"] for family in told["families"]]), at_most=60)
