@@ -11,6 +11,7 @@ from typing import Self
 from rolemesh.errors import ConfigError, DeadlineExceeded, ResourceError, StaleCall, WorkerDied
 from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.backend import Backend, Bundle, Process, ProcessSpec, Report, Resident
+from rolemesh.runtime.calls import together
 
 Restore = Callable[[float], Awaitable[None]]
 TAKE_SECONDS = 10.0
@@ -83,7 +84,7 @@ class Pool:
         if found is None:
             return False
         try:
-            await asyncio.gather(*(self._take(process, epoch) for process in found))
+            await together(self._take(process, epoch) for process in found)
         except StaleCall:  # a newer controller has it
             self.detach()
             raise

@@ -76,8 +76,8 @@ class RayBackend:
     ) -> None:
         self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
         self._lifetime = "detached" if detached else None
-        self._kept = False
-        """Something was detached: it lives on when this process leaves."""
+        self._kept: set[str] = set()
+        """What was detached, pools and stores: it lives on when this process leaves."""
         if detached and run is None:
             raise ConfigError.one("run", "is needed for what is detached", "none", "Name it; whoever takes over gives the same name")
         self._cluster = RayCluster(
@@ -116,6 +116,7 @@ class RayBackend:
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
         link = RayStoreLink(run, node, lifetime=self._lifetime)
         self._stores.append(link)
+        self._kept.discard(run)
         await link.start(deadline)
         return link
 
@@ -153,6 +154,7 @@ class RayBackend:
             known = ", ".join(alive.values())
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
         pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
+        self._kept.discard(name)
         for node in sorted({bundle.node for bundle in bundles}):
             reserved, homes = pool.layout(node)
             selector = [{NODE_LABEL: nodes[node].labels[NODE_LABEL]}] * len(reserved)
@@ -190,7 +192,7 @@ class RayBackend:
             _remove(there)
             return None
         self._pools[name] = pool
-        self._kept = False
+        self._kept.discard(name)
         found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
         return [process for process in found if process is not None]
 
@@ -207,7 +209,7 @@ class RayBackend:
         return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=newest)
 
     def detach(self, name: str) -> None:
-        self._kept = True
+        self._kept.add(name)
         self._pools.pop(name, None)
         self._stores = [store for store in self._stores if store.run != name]
 
