@@ -170,13 +170,13 @@ class Pool:
             await restore(deadline)
 
     async def _leave_lost_node(self, place: int) -> None:
-        alive = {node.name for node in (await self.backend.inventory()).nodes}
+        alive = {node.identity for node in (await self.backend.inventory()).nodes}
         bundle = self.bundles[place]
-        if self.nodes[bundle.node].name in alive:
+        if self.nodes[bundle.node].identity in alive:
             return
         for spare in self._spares:
             other = self._reserved[spare]
-            if replace(other, node=bundle.node) == bundle and self.nodes[other.node].name in alive:
+            if replace(other, node=bundle.node) == bundle and self.nodes[other.node].identity in alive:
                 self._spares.remove(spare)
                 self._moved[place] = spare
                 return

@@ -36,7 +36,7 @@ from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
-from rolemesh.runtime.ray.nodes import NODE_LABEL, find_inventory, probe_nodes, request_nodes
+from rolemesh.runtime.ray.nodes import NODE_ID, find_inventory, probe_nodes, request_nodes
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
 from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
@@ -148,8 +148,8 @@ class RayBackend:
         await request_nodes(wanted)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        alive = {info.labels.get(NODE_LABEL): info.name for info in (await find_inventory()).nodes}
-        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].labels.get(NODE_LABEL) not in alive]
+        alive = {info.labels.get(NODE_ID): info.name for info in (await find_inventory()).nodes}
+        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].labels.get(NODE_ID) not in alive]
         if gone:
             known = ", ".join(alive.values())
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
@@ -157,7 +157,7 @@ class RayBackend:
         self._kept.discard(name)
         for node in sorted({bundle.node for bundle in bundles}):
             reserved, homes = pool.layout(node)
-            selector = [{NODE_LABEL: nodes[node].labels[NODE_LABEL]}] * len(reserved)
+            selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(reserved)
             pool.groups[node] = placement_group(
                 reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
             )
@@ -184,7 +184,7 @@ class RayBackend:
         touched = {bundle.node for bundle in bundles}
         for node in touched:
             shares, homes = pool.layout(node)
-            standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_LABEL], shares)), None)
+            standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_ID], shares)), None)
             if standing is not None:
                 pool.groups[node] = standing
                 pool.homes.update(homes)

@@ -20,7 +20,7 @@ from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
-from rolemesh.runtime.ray.nodes import NODE_LABEL
+from rolemesh.runtime.ray.nodes import NODE_ID
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, named
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class RayStoreLink:
         clock = time.time_ns() // 1_000_000 if self._lifetime else 0  # higher than any before, whoever started that
         self._life = max(self._life + 1, clock)
         ends = time.monotonic() + deadline
-        node = self._node.labels[NODE_LABEL] if self._node is not None else ray.get_runtime_context().get_node_id()
+        node = self._node.labels[NODE_ID] if self._node is not None else ray.get_runtime_context().get_node_id()
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         store = RayStore.options(  # type: ignore[attr-defined]
             name=self._name, namespace=NAMESPACE, lifetime=self._lifetime, scheduling_strategy=here
