@@ -26,9 +26,10 @@ rank holds of them, when a row of ranks splits the model or a column shards it):
 | scoring processes | 120 MiB, and 40 MiB for each of them | reward |
 | published weights | 8 P: one version in the node's shared memory, and the buffer it is packed in | each node |
 
-With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch: `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of
-hidden and heads head_dim, i the intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a
-token. The constants of activations and logits are bounds of what was measured on seven architectures.
+With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch:
+`trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of hidden and heads head_dim, i the
+intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a token. The constants of activations
+and logits are bounds of what was measured on seven architectures.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from train_support import (
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolemesh.engines.train import Groups, TrainEngine
+from rolemesh.engines.train.placed import without_weights
 from rolemesh.observe import Metrics
 
 LAYOUTS = {
@@ -122,6 +123,9 @@ def rank_main(grid: Grid) -> dict:
     found["other weights"] = refusal(lambda: engine(tiny_model(seed=pair.rank)).join(pair))
     trainer = engine(sharding="fsdp")
     trainer.join(pair)
+    read = engine(without_weights(tiny_model(seed=5)), weights=dict(tiny_model().named_parameters()), sharding="fsdp")
+    read.join(pair)
+    found["read in parts"] = [dict(one.named_weights()) for one in (trainer, read)]
     found["other ranks"] = refusal(lambda: trainer.join(grid.groups(4)))
     return found
 
@@ -239,6 +243,13 @@ def test_memory_of_a_rank_is_its_share_and_sleep_drops_what_can_be_computed_agai
         assert rank["asleep"] == {"weights": 0, "gradients": 0, "optimizer": 0, "asleep": memory["weights"] + memory["optimizer"]}
 
 
+def test_weights_can_be_read_in_parts_when_the_ranks_have_met(ranks: list[dict]):
+    for found in ranks:
+        first, second = found["read in parts"]
+        assert first.keys() == second.keys()
+        assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
 def test_ranks_that_hold_other_weights_or_other_parts_are_refused(ranks: list[dict]):
     assert all("the workers hold different weights" in found["other weights"] for found in ranks)
-    assert all("the group was formed with other ranks than before" in found["other ranks"] for found in ranks)
+    assert all("it was formed with other ranks than before" in found["other ranks"] for found in ranks)

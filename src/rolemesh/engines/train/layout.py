@@ -46,18 +46,19 @@ class Part:
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
-    def read(self, source: Sliceable, holds: Part) -> Tensor:
-        """This block from a source that holds another one. Raises ValueError when it is not inside."""
+    def within(self, holds: Part) -> tuple[slice, ...] | None:
+        """Where this block lies in another one; None when that does not hold all of it."""
         offsets = [mine - theirs for mine, theirs in zip(self.start, holds.start, strict=True)]
         index = tuple(slice(offset, offset + size) for offset, size in zip(offsets, self.shape, strict=True))
-        if math.prod(self.shape) and any(cut.start < 0 or cut.stop > size for cut, size in zip(index, holds.shape, strict=True)):
-            raise ValueError(
-                f"this rank needs {self.shape} from {self.start} of a weight {self.whole} and holds {holds.shape} from {holds.start}: "
-                "the group was formed with other ranks than before. Load a checkpoint or snapshot of all ranks"
-            )
-        if self == holds:
-            return source[...] if not self.shape else source[index]
-        return source[index].clone(memory_format=torch.contiguous_format)
+        if not math.prod(self.shape):
+            return (slice(0, 0), *index[1:])
+        return index if all(cut.start >= 0 and cut.stop <= size for cut, size in zip(index, holds.shape, strict=True)) else None
+
+    def read(self, source: Sliceable, holds: Part) -> Tensor:
+        """This block from a source that holds another one around it. A copy, unless it is all of a tensor."""
+        index = self.within(holds)
+        assert index is not None
+        return source[index or ...] if self == holds else source[index].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

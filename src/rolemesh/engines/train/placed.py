@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rolemesh.engines.train.fsdp import Root, Shards, replace_parameters
 from rolemesh.engines.train.gradients import FlatGradients, Gradients, ShardedGradients
-from rolemesh.engines.train.groups import Groups
+from rolemesh.engines.train.groups import Groups, agree
 from rolemesh.engines.train.layout import Layout, Part, Sliceable
 from rolemesh.engines.train.tensor_parallel import TensorPlan, split_forward, tensor_plan
 from rolemesh.engines.train.weights import named_weights
@@ -32,7 +32,6 @@ class Weights:
         return cls(blocks, {name: Part.all_of(tuple(tensor.shape)) for name, tensor in named_weights(like)})
 
     def read(self, name: str, part: Part) -> Tensor:
-        """Raises ValueError when the part is not inside of what is here."""
         return part.read(self.blocks[name], self.parts[name])
 
 
@@ -69,10 +68,21 @@ class PlacedModel:
             buffers=frozenset(wholes.keys() - names),
         )
         self.parts = {name: self.layout.part(name, whole) for name, whole in wholes.items()}
+        self._check_parts(weights, device)
         formats = {name: tensor.dtype for name, tensor in named_weights(self.model)}
         self.tensors = {name: weights.read(name, part).to(device, formats[name]) for name, part in self.parts.items()}
         self._prepare_modules(groups, recompute=activation_checkpointing)
         self._shards = self._shard(groups, device, dtype)
+
+    def _check_parts(self, weights: Weights, device: torch.device) -> None:
+        """All ranks decide alike, or some would wait for those that found their parts missing."""
+        lacking = [name for name, part in self.parts.items() if part.within(weights.parts[name]) is None]
+        if agree(self.layout.groups.world, len(lacking), device):
+            found = f"; this one needs {self.parts[lacking[0]]} of {lacking[0]} and has {weights.parts[lacking[0]]}" if lacking else ""
+            raise ValueError(
+                f"ranks do not hold the parts that this group gives them: it was formed with other ranks than before{found}. "
+                "Load a checkpoint or snapshot of all ranks"
+            )
 
     def _prepare_modules(self, groups: Groups, *, recompute: bool) -> None:
         if groups.tensor is not None:
