@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -58,6 +59,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
         elif config.roles[role].pool in placement.slots:
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
     models = _models(config, facts, problems)
+    problems += _indivisible(config, models)
     memory = _memory(config, models, inventory.nodes, placement, workers, problems)
     stages = tuple(predict_stages(config, models, inventory.nodes, workers))
     step = step_seconds(stages, {name: role.pool for name, role in config.roles.items()})
@@ -152,6 +154,19 @@ def _helpers(helpers: Sequence[Helper], workers: Mapping[str, list[WorkerPlan]])
     for helper in helpers:
         for node in nodes if helper.each_node else nodes[:1]:
             yield HelperPlan(name=helper.name, node=node)
+
+
+def _indivisible(config: Config, models: Mapping[str, ModelFacts]) -> Iterator[Problem]:
+    """Rows of ranks that cannot share the heads of their model."""
+    for role, facts in models.items():
+        size, heads = config.roles[role].tensor_parallel, math.gcd(facts.heads, facts.kv_heads)
+        if heads % size and config.roles[role].worker is None:
+            yield Problem(
+                subject=f"roles.{role}.tensor_parallel",
+                need=f"must divide the {facts.heads} attention heads and the {facts.kv_heads} key-value heads of the model",
+                free=str(size),
+                remedy=f"Valid are {', '.join(str(number) for number in range(1, heads + 1) if heads % number == 0)}",
+            )
 
 
 def _models(config: Config, facts: ModelFacts | None, problems: list[Problem]) -> dict[str, ModelFacts]:

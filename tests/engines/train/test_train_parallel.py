@@ -41,11 +41,11 @@ CUTS = {"8 rows padded": (8, False), "2 rows padded": (2, False), "2 rows packed
 
 
 def qwen() -> Qwen3ForCausalLM:
-    """With norms of heads, biases, shared key heads, and a tied output layer: what a plan has beside plain layers."""
+    """With norms of heads, biases, shared key heads, a tied output layer and a row for padding: what a plan has beside plain layers."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True,
+        head_dim=8, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True, pad_token_id=3,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     for name, parameter in model.named_parameters():
@@ -120,6 +120,10 @@ def rank_main(grid: Grid) -> dict:
         trainer = engine(rows=rows, packing=packing)
         trainer.join(pair)
         found[cut] = gradients(trainer, batch(), SHARES["one each in turn"](pair.rank, 2))
+    for sharding in ("none", "fsdp"):
+        trainer = engine(compute_dtype=torch.bfloat16, sharding=sharding)
+        trainer.join(pair)
+        found["bfloat16", sharding] = gradients(trainer, batch(), SHARES["one each in turn"](pair.rank, 2))
     found["other weights"] = refusal(lambda: engine(tiny_model(seed=pair.rank)).join(pair))
     trainer = engine(sharding="fsdp")
     trainer.join(pair)
@@ -222,6 +226,15 @@ def test_model_with_norms_of_heads_biases_and_tied_weights_is_split_and_sharded_
 def test_gradient_of_two_ranks_does_not_depend_on_micro_batches_or_packing(ranks: list[dict], cut: str):
     alone = gradients(engine(), batch(), list(range(8)))
     assert all(largest_gap(alone, found[cut]) < 1e-6 for found in ranks)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_products_in_bfloat16_give_gradients_in_float32_that_are_near(ranks: list[dict], sharding: str):
+    alone = gradients(engine(), batch(), list(range(8)))
+    for found in ranks:
+        gap = largest_gap(alone, found["bfloat16", sharding])
+        assert 1e-5 < gap < 0.05  # rounded to 8 bits
+        assert all(gradient.dtype == torch.float32 for gradient in found["bfloat16", sharding].values())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -130,10 +130,13 @@ def _head(module: nn.Linear, group: ProcessGroup, hidden: Tensor) -> Tensor:
 
 
 def _vocabulary(module: nn.Embedding, group: ProcessGroup, ids: Tensor) -> Tensor:
-    size = module.weight.shape[0]
-    local = ids - group.rank() * size
+    size, first = module.weight.shape[0], group.rank() * module.weight.shape[0]
+    local = ids - first
     mine = (local >= 0) & (local < size)
-    found = F.embedding(local.clamp(0, size - 1), module.weight) * mine[..., None]
+    padding = None if module.padding_idx is None else module.padding_idx - first  # a row that is not trained
+    if padding is not None and not 0 <= padding < size:
+        padding = None
+    found = F.embedding(local.clamp(0, size - 1), module.weight, padding) * mine[..., None]
     return _apply(_Sum, found, group)
 
 
