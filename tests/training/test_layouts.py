@@ -41,6 +41,8 @@ SPLIT = (
     "pools={train: {nodes: [2], cpus: 0.4}, serve: {nodes: [1], cpus: 0.4}}",
     "roles={actor: {pool: train}, rollout: {pool: serve}, reward: {pool: serve, workers: 2, cpus: 0.2}}",
 )
+SHARDED = (*TWO, "trainer.sharding=fsdp", "trainer.activation_checkpointing=true")
+ROWS = ("pools.main={nodes: [4], cpus: 0.4}", "roles.actor.tensor_parallel=2", "roles.critic.tensor_parallel=2", "trainer.sharding=fsdp")
 ALL_SPLIT = (
     "pools={a: {nodes: [2], cpus: 0.2}, b: {nodes: [2], cpus: 0.2}, c: {nodes: [1], cpus: 0.2}, d: {nodes: [1], cpus: 0.2}}",
     "roles={actor: {pool: a}, critic: {pool: b}, ref: {pool: c}, rollout: {pool: d}, reward: {pool: d, workers: 2, cpus: 0.2}}",
@@ -81,6 +83,8 @@ async def first_step(run: TrainingRun) -> dict[str, Any]:
         pytest.param("grpo", TWO, id="grpo-two", marks=pytest.mark.slow),
         pytest.param("grpo", SPLIT, id="grpo-split", marks=pytest.mark.slow),
         pytest.param("ppo", TWO, id="ppo-two", marks=pytest.mark.slow),
+        pytest.param("ppo", SHARDED, id="ppo-sharded", marks=pytest.mark.slow),
+        pytest.param("ppo", ROWS, id="ppo-rows-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ALL_SPLIT, id="ppo-split"),
     ],
 )

@@ -32,11 +32,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
-from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
-from rolemesh.runtime.ray.nodes import NODE_ID, find_inventory, probe_nodes, request_nodes
+from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
 from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink

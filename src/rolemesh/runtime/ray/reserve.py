@@ -10,9 +10,8 @@ from ray.util.placement_group import PlacementGroup
 
 from rolemesh.errors import Problem
 from rolemesh.plan.ledger import DEVICES, amounts_text
-from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle
-from rolemesh.runtime.ray.nodes import NODE_ID
 
 RESOLUTION = 10_000
 """Ray counts in parts of this and rounds: six times 1/6 would be more than one device."""

@@ -16,11 +16,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
-from rolemesh.plan.schema import NodeInfo
+from rolemesh.plan.schema import NODE_ID, NodeInfo
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
-from rolemesh.runtime.ray.nodes import NODE_ID
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, named
 
 T = TypeVar("T")
