@@ -199,6 +199,7 @@ def test_weights_of_a_folder_can_be_read_in_parts(folder):
     empty, weights = open_weights(model)
     whole = load_model(model, seed=0)
     assert all(parameter.is_meta for parameter in empty.parameters())
+    assert [name for name, _ in empty.named_parameters()] == list(weights) == [name for name, _ in whole.named_parameters()]
     for (name, mine), buffer in zip(empty.named_buffers(), whole.buffers(), strict=True):  # not in the files: they have to be right already
         assert torch.equal(mine, buffer), name
     for name, parameter in whole.named_parameters():

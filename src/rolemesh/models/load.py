@@ -123,6 +123,7 @@ def open_weights(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]] |
     config = load_config(model)
     with init_empty_weights(include_buffers=False):
         empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype), attn_implementation="sdpa").eval()
+    empty.tie_weights()  # registering a parameter made another one of it
     try:
         opened: list[Any] = [safe_open(file, framework="pt") for file in _weight_files(files.folder)]
         found = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
