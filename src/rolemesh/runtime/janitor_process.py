@@ -171,23 +171,33 @@ def write_record(folder: str, record: dict[str, Any]) -> None:
     os.replace(f"{folder}/run.json.new", f"{folder}/run.json")
 
 
+def note(folder: str, text: str) -> None:
+    """Nobody listens to a janitor: what went wrong goes to its log, if it can be written."""
+    with suppress(OSError), open(f"{folder}/janitor.log", "a", encoding="utf-8") as log:
+        log.write(text)
+
+
 def clean(run: str, *, politely: bool = False, orphaned: bool = False) -> bool:
     """End everything of a run on this machine, and what it left detached in a cluster that is not its own. If it is to be `orphaned` and
     has a driver there, one on another machine then, nothing is ended, and the answer is False."""
     folder = folder_of(run)
-    record = read_record(folder)
+    record, swept = read_record(folder), True
     if record.get("ttl") and not record["own"]:
         command = [sys.executable, "-m", "rolemesh.runtime.ray.sweep", record["address"], run, *(["orphaned"] if orphaned else [])]
         with suppress(subprocess.TimeoutExpired):  # a cluster that does not answer has nothing left of it
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_SECONDS, check=False)
             if orphaned and done.returncode == DRIVEN:
                 return False
+            swept = done.returncode in (0, DRIVEN)
+            if not swept:  # what is known of the run stays, for `rolemesh clean`
+                note(folder, done.stderr.decode(errors="replace"))
     if politely:
         ends = time.monotonic() + GRACE_SECONDS
         while any(found.is_worker or not record.get("own") for found in owned(run)) and time.monotonic() < ends:
             time.sleep(0.02)
     end_all(partial(owned, run))
-    shutil.rmtree(folder, ignore_errors=True)
+    if swept:
+        shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir("/dev/shm"):
         if name.startswith(f"rolemesh-{key_of(run)}"):
             with suppress(OSError):  # gone since, or another user's
@@ -361,9 +371,7 @@ def main(run: str) -> None:
     try:
         Janitor(run, listener).serve()
     except Exception:
-        if os.path.isdir(folder_of(run)):
-            with open(f"{folder_of(run)}/janitor.log", "a", encoding="utf-8") as log:
-                traceback.print_exc(file=log)
+        note(folder_of(run), traceback.format_exc())
         raise
 
 
