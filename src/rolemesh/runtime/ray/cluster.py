@@ -24,6 +24,7 @@ from ray._private.authentication.authentication_token_setup import (
     ensure_token_if_auth_enabled,
     maybe_enable_token_auth_if_token_available,
 )
+from ray.exceptions import AuthenticationError
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.runtime.janitor import JanitorLink
@@ -126,7 +127,6 @@ def join(address: str, **options: Any) -> None:
     `ray.init` runs whole, in a thread of its own, where Ray leaves signal handlers alone: cut short by an exception of one it crashes as
     the process ends. A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once.
     """
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for `auto` alone; one without tokens does not mind
     _check_that_somebody_listens(address)
     joined: Future[None] = Future()
     with _remembered_signals() as received:
@@ -170,8 +170,18 @@ def _check_that_somebody_listens(address: str) -> None:
         raise RolemeshError(text=f"there is no Ray cluster at {address}: {type(error).__name__}: {error}. {remedy}") from error
 
 
+def _use_token_if_asked(address: str) -> None:
+    """Ray does so by itself for `auto` alone. A cluster without tokens lets a driver with one in, but then cannot talk to it."""
+    if address != "auto":
+        try:
+            ray._raylet.GcsClient(address=address)
+        except AuthenticationError:
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
 def _init(address: str, options: dict[str, Any], joined: Future[None]) -> None:
     try:
+        _use_token_if_asked(address)
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
         joined.set_result(None)
     except Exception as error:  # noqa: BLE001 - it travels to the waiting thread; Ray raises plain Exception, among others
