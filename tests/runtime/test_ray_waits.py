@@ -32,8 +32,9 @@ async def test_a_wait_ends_with_its_deadline():
 
 
 @pytest.fixture
-def listening() -> Iterator[str]:
-    """An address where somebody listens."""
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An address where somebody listens, who asks for no token."""
+    monkeypatch.setattr("rolemesh.runtime.ray.cluster._use_token_if_asked", lambda address: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
