@@ -353,7 +353,8 @@ def test_a_process_that_has_the_pid_by_now_is_spared() -> None:
         found = find(child.pid)
         assert found is not None
         kill(child.pid, found.started - 1)
-        assert child.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.3)
         kill(child.pid, found.started)
         assert child.wait(10) == -signal.SIGKILL
 
