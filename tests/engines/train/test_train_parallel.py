@@ -24,14 +24,18 @@ from rolemesh.observe import Metrics
 
 LAYOUTS = {
     "two ranks": (2, 1, "none"),
-    "four ranks": (4, 1, "none"),
     "two shards": (2, 1, "fsdp"),
     "four shards": (4, 1, "fsdp"),
+    "two rows of two, sharded": (4, 2, "fsdp"),
+    "four ranks": (4, 1, "none"),
     "a row of two": (2, 2, "none"),
     "two rows of two": (4, 2, "none"),
-    "two rows of two, sharded": (4, 2, "fsdp"),
 }
 """Ranks, ranks of a row, sharding."""
+FAST = list(LAYOUTS)[:4]
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in FAST)]
+)
 SHARES = {
     "one each in turn": lambda rank, size: list(range(8))[rank::size],
     "all rows on the last rank": lambda rank, size: [5, 0, 7, 3, 1, 6, 2, 4] if rank == size - 1 else [],
@@ -113,8 +117,12 @@ def of_qwen(groups: Groups, sharding: str) -> dict:
     return {"qwen": gradients(trainer, batch(), mine)}
 
 
+def slow_main(grid: Grid) -> dict:
+    return {name: of_layout(grid, name) for name in LAYOUTS if name not in FAST}
+
+
 def rank_main(grid: Grid) -> dict:
-    found: dict = {name: of_layout(grid, name) for name in LAYOUTS}
+    found: dict = {name: of_layout(grid, name) for name in FAST}
     pair = grid.groups(2)
     for cut, (rows, packing) in CUTS.items():
         trainer = engine(rows=rows, packing=packing)
@@ -147,9 +155,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return run_grid(rank_main, 4, tmp_path_factory.mktemp("grid"))
 
 
-def in_layout(ranks: list[dict], name: str) -> list[dict]:
-    """What the first group of ranks found in a layout."""
-    return [found[name] for found in ranks[: LAYOUTS[name][0]]]
+@pytest.fixture(scope="module")
+def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_grid(slow_main, 4, tmp_path_factory.mktemp("grid"))
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, name: str) -> list[dict]:
+    """What the first group of ranks found in the layout of this name."""
+    ranks = request.getfixturevalue("ranks" if name in FAST else "slow_ranks")
+    return [one[name] for one in ranks[: LAYOUTS[name][0]]]
 
 
 def merged(metrics: list[Metrics]) -> dict[str, float]:
@@ -165,9 +180,9 @@ def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_C01_C04_D09_D13_gradient_and_metrics_are_those_of_one_rank(ranks: list[dict], name: str):
-    found, tolerance = in_layout(ranks, name), 1e-5 if "row" in name else 1e-6
+@EVERY_LAYOUT
+def test_C01_C04_D09_D13_gradient_and_metrics_are_those_of_one_rank(found: list[dict], name: str):
+    tolerance = 1e-5 if "row" in name else 1e-6
     for mode in AGGREGATIONS:
         metrics = Metrics()
         alone = gradients(engine(), batch(), list(range(8)), mode, metrics)
@@ -177,9 +192,9 @@ def test_C01_C04_D09_D13_gradient_and_metrics_are_those_of_one_rank(ranks: list[
             assert_same(merged([rank["metrics"][mode, share] for rank in found]), metrics.reduce())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_after_three_steps_are_those_of_one_rank_also_when_it_slept_and_left(ranks: list[dict], name: str):
-    found, trainer, metrics = in_layout(ranks, name), engine(), Metrics()
+@EVERY_LAYOUT
+def test_weights_after_three_steps_are_those_of_one_rank_also_when_it_slept_and_left(found: list[dict], name: str):
+    trainer, metrics = engine(), Metrics()
     for _ in range(3):
         update(trainer, batch(), list(range(8)), metrics)
     tolerance = 1e-5 if "row" in name else 1e-6
@@ -192,22 +207,21 @@ def test_weights_after_three_steps_are_those_of_one_rank_also_when_it_slept_and_
     assert_same(merged([rank["updates"] for rank in found]), metrics.reduce())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_logprobs_and_values_are_those_of_one_rank(ranks: list[dict], name: str):
+@EVERY_LAYOUT
+def test_logprobs_and_values_are_those_of_one_rank(found: list[dict], name: str):
     logprobs, values = engine().logprobs(batch(), 0.7), critic().values(critic_batch())
-    for rank in in_layout(ranks, name):
-        for row, found in rank["logprobs"].items():
-            assert found == pytest.approx(logprobs[row], abs=1e-5)
-        for row, found in rank["values"].items():
-            assert found == pytest.approx(values[row], abs=1e-5)
+    for rank in found:
+        for row, mine in rank["logprobs"].items():
+            assert mine == pytest.approx(logprobs[row], abs=1e-5)
+        for row, mine in rank["values"].items():
+            assert mine == pytest.approx(values[row], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_critic_learns_as_on_one_rank(ranks: list[dict], name: str):
+@EVERY_LAYOUT
+def test_critic_learns_as_on_one_rank(found: list[dict], name: str):
     data, trainer, metrics = critic_batch(), critic(), Metrics()
     alone = trainer.compute_gradients(data, ppo().value_loss, metrics=Metrics())
     trainer.update(data, ppo().value_loss, metrics=metrics)
-    found = in_layout(ranks, name)
     for rank in found:
         assert largest_gap(alone, rank["value_gradients"]) < (1e-5 if "row" in name else 1e-6)
         body = tiny_model(seed=3).model.state_dict()
@@ -215,10 +229,10 @@ def test_critic_learns_as_on_one_rank(ranks: list[dict], name: str):
     assert_same(merged([rank["value_metrics"] for rank in found]), metrics.reduce())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_model_with_norms_of_heads_biases_and_tied_weights_is_split_and_sharded_alike(ranks: list[dict], name: str):
+@EVERY_LAYOUT
+def test_model_with_norms_of_heads_biases_and_tied_weights_is_split_and_sharded_alike(found: list[dict], name: str):
     alone = gradients(engine(qwen()), batch(), list(range(8)))
-    for rank in in_layout(ranks, name):
+    for rank in found:
         assert largest_gap(alone, rank["qwen"]) < 1e-5
 
 
@@ -237,18 +251,18 @@ def test_products_in_bfloat16_give_gradients_in_float32_that_are_near(ranks: lis
         assert all(gradient.dtype == torch.float32 for gradient in found["bfloat16", sharding].values())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_bad_step_of_one_rank_is_left_out_by_all_and_counted_once(ranks: list[dict], name: str):
-    skipped = merged([rank["skipped"] for rank in in_layout(ranks, name)])
+@EVERY_LAYOUT
+def test_a_bad_step_of_one_rank_is_left_out_by_all_and_counted_once(found: list[dict], name: str):
+    skipped = merged([rank["skipped"] for rank in found])
     assert skipped["actor/steps_skipped_empty"] == 1
     assert skipped["actor/steps_skipped_nonfinite"] == 1
 
 
 @pytest.mark.parametrize(("name", "share"), [("two ranks", 1), ("two shards", 2), ("four shards", 4)])
-def test_memory_of_a_rank_is_its_share_and_sleep_drops_what_can_be_computed_again(ranks: list[dict], name: str, share: int):
+def test_memory_of_a_rank_is_its_share_and_sleep_drops_what_can_be_computed_again(found: list[dict], name: str, share: int):
     # Per layer q, k, v, o of 16 x 16, three matrices of 16 x 32 and two norms of 16; embedding and head of 24 x 16, a norm of 16.
     parameters = 2 * (4 * 256 + 3 * 512 + 2 * 16) + 2 * 384 + 16
-    for rank in in_layout(ranks, name):
+    for rank in found:
         memory = rank["memory"]
         assert memory["weights"] == memory["gradients"] == 4 * parameters // share
         assert memory["optimizer"] == 8 * parameters // share + 4 * 21  # a step for each of the 21 parameters
