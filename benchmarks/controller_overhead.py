@@ -315,21 +315,27 @@ async def measure(backend: Backend, verl: Verl | None, quick: bool) -> dict[str,
     actors = bare_actors() + bare_actors()
     modules = (await groups[0].modules())[0]
     ray.get([actor.load.remote(modules) for actor in actors], timeout=120)
-    found["no-op"] = await no_op(groups[0], actors[:WORKERS], verl, 100 if quick else 1000)
+    found["no-op"] = told("no-op", await no_op(groups[0], actors[:WORKERS], verl, 100 if quick else 1000))
     for megabytes, rounds in ((1, 50), (10, 30), (100, 15)):
         times, own = await hand_over(groups, actors, verl, megabytes, 3 if quick else rounds)
-        found[f"{megabytes} MB"] = times
+        found[f"{megabytes} MB"] = told(f"{megabytes} MB", times)
         figures |= {f"{megabytes} MB {name}": value for name, value in own.items()}
     for group in groups:
         await group.pool.close()
     for actor in actors:
         ray.kill(actor)
-    found["start"] = await start(backend, modules, verl, 1 if quick else 7)
+    found["start"] = told("start", await start(backend, modules, verl, 1 if quick else 7))
     figures["dispatch to 1,000 ms"] = statistics.median(await dispatch(5 if quick else 50)) * 1e3
     for floor in ("Ray, sync", "Ray, asyncio"):
         added = [ours - theirs for ours, theirs in zip(found["no-op"]["rolemesh"], found["no-op"][floor], strict=True)]
         figures[f"no-op above {floor} ms"] = statistics.median(added) * 1e3
     return {"found": found, "figures": figures}
+
+
+def told(what: str, times: Times) -> Times:
+    """Say how it went, as the run takes minutes."""
+    print(f"{what}: " + ", ".join(f"{side} {statistics.median(of) * 1e3:.2f} ms" for side, of in times.items()), flush=True)
+    return times
 
 
 def main() -> None:

@@ -140,7 +140,8 @@ class WorkerGroup:
             raise named(error, self.name, rank, "__init__") from error.__cause__
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
-        places = [self.pool.bundles[bundle] for bundle in self.bundles]
+        there = self.pool.bundles
+        places = [there[bundle] for bundle in self.bundles]
         nodes = [place.node for place in places]
         return WorkerContext(
             group=self.name,
