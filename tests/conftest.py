@@ -23,8 +23,12 @@ settings.load_profile("rolemesh")
 def raylets() -> Iterator[Any]:
     """A Ray cluster of two nodes on this machine, with logical GPUs: `worker-2`, team red, H100; `worker-10`, team blue, whose devices have
     odd numbers, and four NPUs. `raylets.address` is where to join it."""
+    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
     from ray.cluster_utils import Cluster
 
+    # As `ray start` does; without it, programs that find a token of this user would join with it, and Ray's head could not talk to them.
+    enable_token_auth_by_default()
+    ensure_token_if_auth_enabled()
     common = {"num_cpus": 16, "num_gpus": 8, "object_store_memory": 200_000_000}
     red = {"node_name": "worker-2", "labels": {"team": "red"}, "resources": {"team": 2, "accelerator_type:H100": 1}}
     blue = {"node_name": "worker-10", "labels": {"team": "blue"}, "resources": {"NPU": 4}}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
-from rolemesh.models import check_weights, load_model, load_tokenizer, save_model
+from rolemesh.models import check_weights, load_model, load_tokenizer, open_weights, save_model
 
 TINY = ModelConfig()
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 512
@@ -192,3 +192,22 @@ def test_nothing_reaches_for_the_network(folder, monkeypatch):
     model = ModelConfig(path=str(folder))
     load_tokenizer(model)
     load_model(model, seed=0)
+
+
+def test_weights_of_a_folder_can_be_read_in_parts(folder):
+    model = ModelConfig(path=str(folder), dtype="float32")
+    empty, weights = open_weights(model)
+    whole = load_model(model, seed=0)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert [name for name, _ in empty.named_parameters()] == list(weights) == [name for name, _ in whole.named_parameters()]
+    for (name, mine), buffer in zip(empty.named_buffers(), whole.buffers(), strict=True):  # not in the files: they have to be right already
+        assert torch.equal(mine, buffer), name
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(weights[name][1:3], parameter[1:3]), name
+
+
+def test_weights_that_are_more_than_read_are_not_read_in_parts(folder):
+    assert open_weights(TINY) is None
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight for name, weight in weights.items() if "norm" not in name}, folder / "model.safetensors")
+    assert open_weights(ModelConfig(path=str(folder))) is None

@@ -92,6 +92,13 @@ CASES = {
         "roles.rollout.tensor_parallel",
         "must be 1 for rollout",
     ),
+    "tensor parallelism that cannot share the heads": (
+        3,
+        "1x8",
+        ["pools.main.gpus=1", "roles.actor.tensor_parallel=8"],
+        "roles.actor.tensor_parallel",
+        "Valid are 1, 2, 4",
+    ),
     "workers that are no multiple": (2, "1x8", ["pools.main.gpus=1", OWN % 2, "roles.judge.workers=3"], "roles.judge.workers", "2 or 4"),
     "tensor parallelism on shared devices": (
         2,

@@ -89,6 +89,20 @@ def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 2
 
 
+def test_sharded_and_split_models_are_held_in_parts():
+    trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50, "sharding": "fsdp", "activation_checkpointing": True}
+    found = lines(build_plan(config(trainer=trainer, pools={"main": {"nodes": [4]}}), inventory(), FACTS))
+    assert (found["actor", "weights"], found["actor", "gradients"], found["actor", "optimizer"]) == (1000, 1000, 2000)
+    # Two times a third of the parameters with embedding and head of 11 x 8, and a third of gradients, in float32.
+    assert found["actor", "gathered"] == 2 * 4 * (333 + 2 * 88) + 4 * 333
+    # 16 rows of 10 tokens over 4 ranks: 40 tokens; of three layers the inputs, of one all that it keeps.
+    assert found["actor", "activations"] == 40 * (4 * 3 * 20 + 58 * 20 + 16 * 16)
+    split = {"actor": {"tensor_parallel": 2}, "rollout": {}, "reward": {}}
+    found = lines(build_plan(config(roles=split, pools={"main": {"nodes": [4]}}), inventory(), FACTS))
+    assert found["actor", "weights"] == 2000
+    assert found["actor", "activations"] == 50 * 3 * (58 * 20 + 16 * 16)  # two rows of ranks: 80 tokens each, the option allows 50
+
+
 def test_the_copy_for_a_checkpoint_comes_when_activations_and_logits_are_gone():
     large = replace(FACTS, parameters=10**9)
     found = lines(build_plan(config(), inventory(memory_bytes=2**50), large))

@@ -6,6 +6,7 @@ Drivers are real programs, ended in every way. What is left is looked for by the
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,12 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 import rolemesh
 from rolemesh.cli.cleaning import clean
 from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.runtime.janitor import JanitorLink, is_watched
-from rolemesh.runtime.janitor_process import find, folder_of, key_of, kill
+from rolemesh.runtime.janitor_process import Janitor, find, folder_of, key_of, kill, socket_of
 
 HERE = Path(__file__).parent
 PROGRAM = str(HERE / "lifetime_program.py")
@@ -179,6 +181,38 @@ def test_S19_a_detached_run_is_freed_in_its_cluster_when_its_time_is_over_or_by_
             assert run not in in_cluster(raylets.address, "--dry-run")
 
 
+ELSEWHERE = """
+import ray, sys
+address, run = sys.argv[1:]
+ray.init(address, namespace="rolemesh", runtime_env={"env_vars": {"ROLEMESH_RUN": run}}, logging_level="ERROR")
+print("in", flush=True)
+sys.stdin.read(1)
+"""
+"""A driver as the cluster sees one from another machine: it does not know the janitor of this one."""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_S19_a_run_that_goes_on_with_a_driver_on_another_machine_outlives_its_time_here(name: str, raylets: Any) -> None:
+    run = f"{name}-0"
+    with program(name, "wait", address=raylets.address, detached=True, time_to_live=1) as driver:
+        told = told_by(driver)
+        command = [sys.executable, "-c", ELSEWHERE, raylets.address, run]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "in\n"
+            driver.kill()
+            wait_for_none(lambda: [path for path in [folder_of(run)] if os.path.exists(path)], at_most=60)
+            assert len(alive([family["pid"] for family in told["families"]])) == 2
+            assert in_cluster(raylets.address)[run]["state"] == "driven"
+            with pytest.raises(ConfigError, match=f"{run} must have no driver; found one on another machine"):
+                clean(run, Path("runs"), raylets.address, dry_run=False, force=False, as_json=True)
+            ray.shutdown()  # which `clean` leaves to the end of its process
+            other.communicate("x", timeout=60)
+        assert in_cluster(raylets.address, run, "--force")[run]["freed"]
+        wait_for_none(lambda: marked(run) + alive([family["pid"] for family in told["families"]]), at_most=60)
+
+
 # -- the janitor alone --------------------------------------------------------------------------------------------------------
 
 DRIVER = """
@@ -256,6 +290,39 @@ def test_the_janitor_ignores_the_signals_of_a_terminal_and_outlives_its_driver(n
     wait_for_none(lambda: alive(driver.owned) + janitors(name), at_most=10)
 
 
+def test_a_good_bye_frees_everything_without_a_janitor_too(name: str, drive: Drive) -> None:
+    driver = drive(name)
+    os.kill(*janitors(name), signal.SIGKILL)
+    driver.process.communicate("x", timeout=30)
+    assert alive(driver.owned) == []
+    assert not os.path.exists(folder_of(name))
+
+
+def test_a_full_disk_refuses_a_driver_and_does_not_keep_a_run_from_ending(name: str, drive: Drive) -> None:
+    driver = drive(name)
+    Path(folder_of(name), "run.json.new").mkdir()  # no file can be written there
+    driver.kill()
+    wait_for_none(lambda: alive(driver.owned) + janitors(name), at_most=10)
+    Path(folder_of(name), "run.json.new").mkdir(parents=True)
+    with pytest.raises(RolemeshError, match=r"cannot keep its record in /tmp/rolemesh-.*IsADirectoryError"):
+        JanitorLink(name, "drive", own=False, address="", ttl=1)  # without a record it leaves alone what is there
+    Path(folder_of(name), "run.json.new").rmdir()
+    Path(folder_of(name)).rmdir()
+
+
+def test_a_client_that_ends_while_the_janitor_is_busy_is_told_of_twice(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
+        listener.bind(socket_of(name))
+        listener.listen()
+        connection.connect(socket_of(name))
+        janitor = Janitor(name, listener)
+        janitor._greet()
+        (client,) = janitor._clients
+        janitor._lose(client)
+        janitor._hear(client)
+        assert janitor._clients == []
+
+
 def test_S19_what_is_detached_waits_for_a_driver_and_then_ends(name: str, drive: Drive) -> None:
     first = drive(name, time_to_live=60)
     first.kill()
@@ -286,7 +353,8 @@ def test_a_process_that_has_the_pid_by_now_is_spared() -> None:
         found = find(child.pid)
         assert found is not None
         kill(child.pid, found.started - 1)
-        assert child.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.3)
         kill(child.pid, found.started)
         assert child.wait(10) == -signal.SIGKILL
 

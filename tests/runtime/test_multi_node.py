@@ -78,7 +78,7 @@ async def places(
 
 async def node_when(backend: Backend, index: int, free_gpus: int) -> NodeInfo:
     """The node once Ray's head has heard from it that so many devices are free, which takes it a moment."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (node := (await backend.inventory()).nodes[index]).free_gpus != free_gpus:
             await asyncio.sleep(0.1)
     return node

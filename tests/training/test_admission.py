@@ -96,11 +96,16 @@ def joined(address: str) -> Iterator[Backend]:
         backend.stop()
 
 
+def limit(seconds: float) -> float:
+    """On a machine that has nothing else to do; more where several programs share each of its CPUs."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def settled(address: str) -> None:
     """Wait until nothing on the cluster is held; what was released is free again a moment later."""
 
     async def main(backend: Backend) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(node.holders for node in (await backend.inventory()).nodes):
                 await asyncio.sleep(0.2)
 
@@ -111,13 +116,10 @@ def settled(address: str) -> None:
 def refused(tmp_path: Path, address: str, *overrides: str, within: float = 5) -> dict[str, str]:
     """Subject -> message of a run that the cluster cannot take, in seconds and without a trace."""
     config = small(tmp_path, f"cluster.address={address}", *overrides)
-    for _ in range(4):  # another program may have all CPUs of this machine for a while
-        began = time.monotonic()
-        with pytest.raises(ResourceError) as caught:
-            run_training(config, Quiet())
-        if (seconds := time.monotonic() - began) < within:
-            break
-    assert seconds < within
+    began = time.monotonic()
+    with pytest.raises(ResourceError) as caught:
+        run_training(config, Quiet())
+    assert time.monotonic() - began < limit(within)
     assert caught.value.exit_code == 3
     assert not list((tmp_path / "runs").glob("*"))
     assert all(problem.remedy for problem in caught.value.problems)
@@ -252,7 +254,7 @@ def test_a_wait_is_told_and_ends_at_once_when_interrupted(raylets: Any, tmp_path
     began = time.monotonic()
     process.send_signal(number)
     shown, errors = process.communicate(timeout=30)
-    assert (process.returncode, time.monotonic() - began < 5) == (130, True), errors
+    assert (process.returncode, time.monotonic() - began < limit(5)) == (130, True), errors
     assert "waiting for room on the cluster" in shown
     assert only_run(tmp_path).read_status()["state"] == "interrupted"
     with joined(raylets.address):
@@ -264,7 +266,7 @@ def test_a_wait_that_ends_says_the_same_and_how_long(raylets: Any, tmp_path: Pat
     began, display = time.monotonic(), Quiet()
     with pytest.raises(ResourceError) as caught:
         run_training(config, display)
-    assert 2 <= time.monotonic() - began < 8
+    assert 2 <= time.monotonic() - began < limit(8)
     first, last = caught.value.problems
     assert str(first).startswith("pool main: nodes: needs 3")
     assert str(last) == "cluster.wait: waited 2 s for this; found no room. Raise cluster.wait, or make room as said above"
@@ -291,7 +293,7 @@ def test_I07_a_node_that_arrives_is_used_within_ten_seconds(raylets: Any, tmp_pa
     workers = json.loads(only_run(tmp_path).plan.read_text())["workers"]
     assert {worker["node"] for worker in workers} == {"worker-7"}
     assert "ranks meet on worker-7 at " in shown
-    assert seconds < 30, "2 or 3 on a machine that has nothing else to do"
+    assert seconds < limit(10)
 
 
 def test_a_run_on_two_nodes_that_others_use_too(raylets: Any, tmp_path: Path) -> None:

@@ -19,17 +19,19 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+from safetensors.torch import load_file
 from training_helpers import PPO, SMALL, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.batch import Batch, BatchRef
-from rolemesh.config.schema import Config
+from rolemesh.config.schema import Config, ModelConfig
 from rolemesh.errors import WorkerError
+from rolemesh.models import load_model, load_tokenizer, save_model
 from rolemesh.observe import RunDirectory
 from rolemesh.plan import local_inventory
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.runtime import register
 from rolemesh.training import phases
-from rolemesh.training.launch import backend_for, open_run, run_on
+from rolemesh.training.launch import backend_for, open_run, run_on, run_training
 from rolemesh.training.preflight import prepare
 from rolemesh.training.run import TrainingRun
 
@@ -41,6 +43,9 @@ SPLIT = (
     "pools={train: {nodes: [2], cpus: 0.4}, serve: {nodes: [1], cpus: 0.4}}",
     "roles={actor: {pool: train}, rollout: {pool: serve}, reward: {pool: serve, workers: 2, cpus: 0.2}}",
 )
+SHARDED = (*TWO, "trainer.sharding=fsdp", "trainer.activation_checkpointing=true")
+ROWS = ("pools.main={nodes: [4], cpus: 0.4}", "roles.actor.tensor_parallel=2", "roles.critic.tensor_parallel=2", "trainer.sharding=fsdp")
+ROWS_OF_ACTOR = (ROWS[0], ROWS[1], ROWS[3])
 ALL_SPLIT = (
     "pools={a: {nodes: [2], cpus: 0.2}, b: {nodes: [2], cpus: 0.2}, c: {nodes: [1], cpus: 0.2}, d: {nodes: [1], cpus: 0.2}}",
     "roles={actor: {pool: a}, critic: {pool: b}, ref: {pool: c}, rollout: {pool: d}, reward: {pool: d, workers: 2, cpus: 0.2}}",
@@ -81,6 +86,8 @@ async def first_step(run: TrainingRun) -> dict[str, Any]:
         pytest.param("grpo", TWO, id="grpo-two", marks=pytest.mark.slow),
         pytest.param("grpo", SPLIT, id="grpo-split", marks=pytest.mark.slow),
         pytest.param("ppo", TWO, id="ppo-two", marks=pytest.mark.slow),
+        pytest.param("ppo", SHARDED, id="ppo-sharded", marks=pytest.mark.slow),
+        pytest.param("ppo", ROWS, id="ppo-rows-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ALL_SPLIT, id="ppo-split"),
     ],
 )
@@ -108,6 +115,26 @@ def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algori
         assert np.abs(other["policy"][parameter] - gradient).max() <= bound, parameter
     if layout is ALL_SPLIT:
         check_side_by_side(only_run(tmp_path / "several"))
+
+
+@pytest.mark.slow
+def test_a_sharded_run_from_a_folder_goes_on_as_one_process(tmp_path: Path) -> None:
+    """Two rows of two ranks, sharded: weights are read in parts, published and saved from parts; one process resumes it."""
+    save_model(tmp_path / "model", load_model(ModelConfig(), seed=1), load_tokenizer(ModelConfig()))
+    settings = (f"model.path={tmp_path / 'model'}", "deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "sft=null")
+    settings += ("trainer.learning_rate=1e-4", "trainer.save_every=1")
+    alone = run_training(small(tmp_path / "alone", *settings, *ONE, "trainer.steps=3"), Quiet())
+    run_training(small(tmp_path / "parts", *settings, *ROWS_OF_ACTOR), Quiet())
+    run = only_run(tmp_path / "parts")
+    memory = {name: value for name, value in rows(run)[-2].items() if name.startswith("memory/actor/")}
+    assert memory["memory/actor/weights"] < 4 * 1_115_264 / 2
+    more = small(tmp_path / "parts", *settings, *ONE, "trainer.steps=3")
+    parts = run_training(more, Quiet(), resume=run)
+    found, expected = (load_file(Path(one["checkpoint"]) / "model" / "model.safetensors") for one in (parts, alone))
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 0.02 * moved
 
 
 def check_side_by_side(run: RunDirectory) -> None:

@@ -1,4 +1,5 @@
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -38,6 +39,26 @@ def test_tensors_lie_at_multiples_of_64_bytes():
     manifest, buffer = pack(some_weights().items(), 0)
     assert manifest.offsets == (64, 256, 320, 384, 448, 512)
     assert manifest.nbytes == buffer.nbytes == 512
+
+
+def test_tensors_are_taken_one_by_one_when_their_shapes_are_given_before():
+    weights, alive = some_weights(), []
+
+    def one_by_one():
+        for name, tensor in weights.items():
+            copy = tensor.clone()
+            alive.append(weakref.ref(copy))
+            yield name, copy
+            del copy
+            assert sum(reference() is not None for reference in alive) <= 1  # the buffer takes the bytes, nobody the tensor
+
+    like = [(name, tensor.to("meta")) for name, tensor in weights.items()]
+    manifest, buffer = pack(one_by_one(), 3, like=like)
+    expected, same = pack(weights.items(), 3)
+    assert manifest == expected
+    assert np.array_equal(buffer, same)
+    with pytest.raises(ValueError, match="expected embed, found norm"):
+        pack(list(weights.items())[1:], 3, like=like)
 
 
 def test_views_share_the_memory_of_the_buffer_even_if_it_is_read_only():

@@ -87,8 +87,9 @@ def _best_exchange(
     return heavy[best : best + 1], candidates[chosen : chosen + 1] if chosen else np.empty(0, dtype=np.int64)
 
 
-def token_chunks(counts: Weights, max_tokens: int) -> list[list[int]]:
-    """Micro-batches under a budget of padded tokens: rows x longest <= max_tokens. Positions of each, ascending; longest rows first.
+def token_chunks(counts: Weights, max_tokens: int, *, padded: bool = True) -> list[list[int]]:
+    """Micro-batches under a budget of tokens: rows x longest <= max_tokens where rows are padded, else their sum. Positions of each,
+    ascending; longest rows first.
 
     Rows of similar length go together, so little is padded; a row longer than the budget is a micro-batch of its own. The longest
     come first so that a budget too large for the memory shows at once. `counts` [N] are token counts.
@@ -97,10 +98,14 @@ def token_chunks(counts: Weights, max_tokens: int) -> list[list[int]]:
     if max_tokens < 1:
         raise BatchError(f"max_tokens must be 1 or more, got {max_tokens}")
     order = np.argsort(-array, kind="stable")
+    sums = np.cumsum(array[order])
     chunks, start = [], 0
     while start < len(order):
-        longest = array[order[start]]
-        rows = len(order) if longest == 0 else max(1, int(max_tokens // longest))
-        chunks.append(np.sort(order[start : start + rows]).tolist())
-        start += rows
+        longest, done = array[order[start]], sums[start] - array[order[start]]
+        if not padded:
+            rows = int(np.searchsorted(sums, done + max_tokens, side="right")) - start
+        else:
+            rows = len(order) if longest == 0 else int(max_tokens // longest)
+        chunks.append(np.sort(order[start : start + max(1, rows)]).tolist())
+        start += max(1, rows)
     return chunks

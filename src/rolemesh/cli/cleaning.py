@@ -18,6 +18,7 @@ from rolemesh.observe import RunDirectory, find_run
 
 if TYPE_CHECKING:
     from rolemesh.runtime.leftovers import Leftover
+    from rolemesh.runtime.ray.sweep import Standing
 
 
 def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool, force: bool, as_json: bool) -> None:
@@ -31,7 +32,7 @@ def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool
     if directory is not None and directory.config.is_file():
         known = known or load_config(str(directory.config)).cluster.address or ""
     cluster = _in_cluster(address or known, must_answer=address is not None)
-    entries = [_entry(key, found.get(key), *cluster.get(key, ([], []))) for key in dict.fromkeys((*found, *cluster))]
+    entries = [_entry(key, found.get(key), cluster.get(key)) for key in dict.fromkeys((*found, *cluster))]
     entries = [entry for entry in entries if name in (None, entry["run"])]
     for entry in entries:
         if name is not None and not force and not dry_run:
@@ -45,7 +46,7 @@ def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool
         _show(entries, Console(), dry_run=dry_run)
 
 
-def _in_cluster(address: str, *, must_answer: bool) -> dict[str, tuple[list[str], list[str]]]:
+def _in_cluster(address: str, *, must_answer: bool) -> dict[str, Standing]:
     if not address:
         return {}
     from rolemesh.runtime.ray.sweep import standing
@@ -59,9 +60,11 @@ def _in_cluster(address: str, *, must_answer: bool) -> dict[str, tuple[list[str]
         return {}
 
 
-def _entry(name: str, left: Leftover | None, actors: list[str], groups: list[str]) -> dict[str, Any]:
+def _entry(name: str, left: Leftover | None, there: Standing | None) -> dict[str, Any]:
     here = asdict(left) if left is not None else {"state": "in the cluster", "driver": 0, "since": None, "processes": ()}
-    return {**here, "run": name, "actors": actors, "placement_groups": groups}
+    if there is not None and there.driven and here["state"] != "driven":  # from another machine
+        here |= {"state": "driven", "driver": 0}
+    return {**here, "run": name, "actors": there.actors if there else [], "placement_groups": there.groups if there else []}
 
 
 def _refuse_driven(entry: dict[str, Any], directory: RunDirectory | None) -> None:

@@ -30,6 +30,7 @@ from rolemesh.plan import (
     render_plan,
     with_versions,
 )
+from rolemesh.plan.memory import size
 
 REWARD_EXAMPLE = '''"""A reward of your own: name it in the recipe as `rewards:score`."""
 
@@ -94,6 +95,8 @@ def _show_status(found: dict[str, Any], console: Console) -> None:
         table.add_row(*(str(worker[field]) for field in fields), since)
     if found["workers"]:
         console.print(table)
+    for role, parts in found.get("memory", {}).items():
+        console.print(f"memory of {role}: " + ", ".join(f"{what} {size(count)}" for what, count in parts.items() if count))
     for pool in found.get("pools", []):
         held = [f"{one['who']} holds slots {', '.join(map(str, one['slots']))} for {one['seconds']:.1f} s" for one in pool["holders"]]
         waits = [f"{one['who']} has waited for {one['slots']:g} for {one['seconds']:.1f} s" for one in pool["waiting"]]

@@ -147,7 +147,7 @@ def check_roles(config: Config) -> Iterator[Problem]:
 
 def _tensor_parallel(config: Config, name: str, role: RoleConfig) -> Iterator[Problem]:
     subject, size = f"roles.{name}.tensor_parallel", role.tensor_parallel
-    if name in BUILTIN_ROLES and role.worker is None:
+    if name in BUILTIN_ROLES and name not in (ACTOR, CRITIC) and role.worker is None:
         yield Problem(
             subject=subject,
             need=f"must be 1 for {name}: its built-in engine keeps a whole model in each worker",

@@ -37,7 +37,7 @@ class ModelConfig(Section):
     pad_token: str | None = None
     """Padding token, for a tokenizer that declares none; must be in its vocabulary (its end token will do)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights."""
+    """Number format of the weights where they are served; where they are trained, of matrix products on float32 weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Off unless you know its author."""
 
@@ -216,7 +216,8 @@ class RoleConfig(Section):
     worker: str | None = None
     """Own worker class by import path, instead of the built-in one of the role."""
     tensor_parallel: Positive = 1
-    """Workers that hold one copy of the model together; they share a node. Only for an own `worker` class so far."""
+    """Workers that hold one copy of the model together, each a part of every layer; they share a node. For `actor`, `critic` and own
+    `worker` classes."""
 
 
 class PoolConfig(Section):
@@ -254,6 +255,13 @@ class TrainerConfig(Section):
     """Passes over the answers of a step."""
     micro_batch_tokens: Positive = 16_384
     """Tokens (padding included) of one forward and backward pass; changes memory and speed, never the gradient."""
+    packing: bool = True
+    """Rows of a pass lie one behind the other, without padding, where the model can do so; changes speed, never the gradient."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """What data-parallel workers of actor and critic hold: each the whole model, or each a part of weights, gradients and moments, gathered
+    layer by layer (FSDP2)."""
+    activation_checkpointing: bool = False
+    """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
     learning_rate: NotNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NotNegative = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -111,6 +112,28 @@ def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFil
     plain.load_state_dict(loaded.state_dict(), assign=True)
     plain.tie_weights()
     return plain
+
+
+def open_weights(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """A model in `model.dtype` without contents, and its weights by name as they lie in the files, of which parts can be read: safetensors'
+    slices. None where loading does more than reading: for built-in models, GGUF files, code of the folder's own, and files whose names
+    are not the model's. Raises ConfigError as `load_model`."""
+    if model.path in BUILTIN_MODELS or model.trust_remote_code or (files := model_files(model.path)).gguf:
+        return None
+    config = load_config(model)
+    with init_empty_weights(include_buffers=False):
+        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype), attn_implementation="sdpa").eval()
+    empty.tie_weights()  # registering a parameter made another one of it
+    try:
+        opened: list[Any] = [safe_open(file, framework="pt") for file in _weight_files(files.folder)]
+        found = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise _unusable(files, error) from error
+    tied = set(empty.all_tied_weights_keys)
+    wanted = {name: list(tensor.shape) for name, tensor in empty.state_dict().items() if name not in tied}
+    if any(name not in found or found[name].get_shape() != shape for name, shape in wanted.items()):
+        return None
+    return empty, {name: found[name] for name in wanted}
 
 
 def check_weights(model: ModelConfig) -> None:

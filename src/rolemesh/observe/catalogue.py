@@ -138,6 +138,12 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
         "loop",
         "time of this call in the step at its slowest rank, without waiting for other roles of its process",
     ),
+    (
+        "memory/<role>/<what>",
+        "bytes",
+        "actor, critic",
+        "largest rank's tensors after the last update: `weights`, `gradients` and `optimizer` on its device, `asleep` in host memory",
+    ),
     ("throughput/tokens_per_second", "tokens/s", "loop", "prompt and answer tokens of the step divided by the wall time of the step"),
     ("bottleneck/role", "text", "loop", "role that held the step back"),
     ("bottleneck/reason", "text", "loop", "call of that role with the largest own time, and how large it was"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -59,6 +60,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
         elif config.roles[role].pool in placement.slots:
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
     models = _models(config, facts, problems)
+    problems += _indivisible(config, models)
     memory = _memory(config, models, inventory.nodes, placement, workers, problems)
     addresses = list(_addresses(config, inventory, workers, problems))
     if problems and inventory.pending:
@@ -176,6 +178,19 @@ def _addresses(config: Config, inventory: Inventory, workers: Mapping[str, list[
             problems.append(problem)
         elif node.address_of(interface) != node.address:
             yield f"node {node.name}: ranks use {node.address_of(interface)} ({interface}), the cluster knows it as {node.address}"
+
+
+def _indivisible(config: Config, models: Mapping[str, ModelFacts]) -> Iterator[Problem]:
+    """Rows of ranks that cannot share the heads of their model."""
+    for role, facts in models.items():
+        size, heads = config.roles[role].tensor_parallel, math.gcd(facts.heads, facts.kv_heads)
+        if heads % size and config.roles[role].worker is None:
+            yield Problem(
+                subject=f"roles.{role}.tensor_parallel",
+                need=f"must divide the {facts.heads} attention heads and the {facts.kv_heads} key-value heads of the model",
+                free=str(size),
+                remedy=f"Valid are {', '.join(str(number) for number in range(1, heads + 1) if heads % number == 0)}",
+            )
 
 
 def _models(config: Config, facts: ModelFacts | None, problems: list[Problem]) -> dict[str, ModelFacts]:

@@ -2,11 +2,13 @@
 
 Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
 workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
-bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone):
+bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor and critic what one
+rank holds of them, when a row of ranks splits the model or a column shards it):
 
 | what | bytes | who |
 |---|---|---|
 | weights | 4 P; P b | actor, critic, ref; rollout |
+| gathered | while sharded: two blocks with embedding and head in the format of products, and one block of gradients | actor, critic |
 | bfloat16 copies | 2 P, kept by autocast from forward to backward; none in float32 | actor, critic |
 | gradients | 4 P, one flat vector | actor, critic |
 | optimizer | 8 P: two float32 moments of AdamW | actor, critic |
@@ -24,9 +26,10 @@ bytes); rollout workers hold weights and cache in it. With P parameters (P' of a
 | scoring processes | 120 MiB, and 40 MiB for each of them | reward |
 | published weights | 8 P: one version in the node's shared memory, and the buffer it is packed in | each node |
 
-T is the tokens of a micro-batch: `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of
-hidden and heads head_dim, i the intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a
-token. The constants of activations and logits are bounds of what was measured on seven architectures.
+With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch:
+`trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of hidden and heads head_dim, i the
+intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a token. The constants of activations
+and logits are bounds of what was measured on seven architectures.
 """
 
 from __future__ import annotations
@@ -101,15 +104,21 @@ def _role_lines(config: Config, role: str, facts: ModelFacts, ranks: int) -> Ite
 
 
 def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
-    half = config.model.dtype == "bfloat16"
+    half, row = config.model.dtype == "bfloat16", config.roles[role].tensor_parallel
+    column = max(1, ranks // row)
+    shards = column if config.trainer.sharding == "fsdp" else 1
     parameters = facts.parameters if role == ACTOR else facts.body_parameters
-    tokens = micro_batch_tokens(config, ranks)
-    wide = facts.width
+    mine = -(-parameters // (row * shards))
+    found = {"weights": 4 * mine}
+    if shards > 1:
+        block = facts.parameters // facts.layers
+        found["gathered"] = (2 * (2 if half else 4) * (block + 2 * facts.vocab * facts.hidden) + 4 * block) // row
+    elif half:
+        found["bfloat16 copies"] = 2 * mine
+    tokens, wide = micro_batch_tokens(config, column), facts.width
     kept = (52 * wide + 8 * facts.mlp_width if half else 58 * wide + 16 * facts.mlp_width) + (20 if half else 8) * wide * facts.experts
-    found = {"weights": 4 * parameters}
-    if half:
-        found["bfloat16 copies"] = 2 * parameters
-    found |= {"gradients": 4 * parameters, "optimizer": 8 * parameters, "activations": tokens * facts.layers * kept}
+    by_token = 4 * facts.layers * wide + kept if config.trainer.activation_checkpointing else facts.layers * kept
+    found |= {"gradients": 4 * mine, "optimizer": 8 * mine, "activations": tokens * by_token}
     if role == ACTOR:
         found["logits"] = _logits(tokens, facts)
     if (beyond := 12 * parameters - found["activations"] - found.get("logits", 0)) > 0:

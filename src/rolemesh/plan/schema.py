@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from rolemesh.errors import Problem
+
+NODE_ID: Final = "ray.io/node-id"
+"""Label with the id that a Ray cluster gives its nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,11 @@ class NodeInfo:
     """The variable that limits the devices of its processes, as found (`CUDA_VISIBLE_DEVICES=0,1`); None without one."""
     interfaces: Mapping[str, str] | None = None
     """Address of each network interface by its name; None when nobody knows."""
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other nodes for good: the cluster's id, where it has one, as names change when others come and go."""
+        return self.labels.get(NODE_ID, self.name)
 
     @property
     def npus(self) -> float:

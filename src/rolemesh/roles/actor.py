@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
-from rolemesh.models import load_model, load_tokenizer, save_model
+from rolemesh.models import load_model, load_tokenizer, open_weights, save_model
 from rolemesh.observe import Metrics
-from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, passes
+from rolemesh.roles.trained import BY_MINIBATCH, GATHERED, TrainedWorker, engine_options, passes
 from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, pack
 
@@ -28,7 +31,7 @@ def actor_reads(*, config: Config) -> tuple[str, ...]:
 
 
 class ActorWorker(TrainedWorker):
-    """One data-parallel rank of the actor."""
+    """One rank of the actor."""
 
     state_file: ClassVar[str] = "actor.pt"
     engine: TrainEngine
@@ -41,15 +44,22 @@ class ActorWorker(TrainedWorker):
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder or from the seed."""
         torch.set_num_threads(1)
-        config = self.config.model
+        model, weights = self._model()
         self.engine = TrainEngine(
-            load_model(config.model_copy(update={"dtype": "float32"}), seed=self.config.seed),  # master weights; products in model.dtype
+            model,
+            weights=weights,
             optimizer=OptimizerSettings.of_trainer(self.config.trainer),
-            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
-            compute_dtype=getattr(torch, config.dtype),
-            device=self.context.device,
             entropy_gradient=self.config.algorithm.entropy_coefficient > 0,
+            **engine_options(self.config, self.context.device),
         )
+
+    def _model(self) -> tuple[nn.Module, Mapping[str, Any] | None]:
+        """The model with float32 weights; or without contents, and weights that each rank reads its part of when the ranks have met."""
+        model = self.config.model.model_copy(update={"dtype": "float32"})
+        split = self.config.trainer.sharding != "none" or self.context.tensor_parallel > 1
+        if split and self.context.world_size > 1 and (found := open_weights(model)) is not None:
+            return found
+        return load_model(model, seed=self.config.seed), None
 
     # -- policy ---------------------------------------------------------------------------------------------------------------
 
@@ -66,6 +76,7 @@ class ActorWorker(TrainedWorker):
             loss = partial(self._loss, terms=terms, compare=self.engine.step == before)
             with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
                 self.engine.update(rows, loss, temperature=temperature, metrics=self.metrics)
+        self.record_memory()
         return self.engine.step
 
     def _loss(self, tokens: TokenBatch, metrics: Metrics, *, terms: StepTerms, compare: bool) -> torch.Tensor:
@@ -104,18 +115,26 @@ class ActorWorker(TrainedWorker):
 
     # -- weights and checkpoints ---------------------------------------------------------------------------------------------
 
-    @register(dispatch="rank_zero", stores=True)
-    def publish(self, version: int) -> tuple[WeightManifest, np.ndarray]:
-        """All weights as one flat buffer under a version. The buffer stays in this node's shared memory until it is dropped."""
-        return pack(self.engine.named_weights(), version)
+    @register(dispatch=GATHERED, stores=True)
+    def publish(self, version: int) -> tuple[WeightManifest | None, np.ndarray | None]:
+        """All weights as one flat buffer under a version. The buffer stays in the first rank's node's shared memory until it is dropped;
+        other ranks only give their parts."""
+        if self.context.rank:
+            deque(self.engine.named_weights(), maxlen=0)
+            return None, None
+        return pack(self.engine.named_weights(), version, like=self.engine.empty_weights())
 
-    @register(dispatch="rank_zero")
+    @register(dispatch=GATHERED)
     def save(self, folder: str) -> None:
         """Write the training state and a Hugging Face folder (`model/`) into an existing folder."""
         super().save(folder)
-        save_model(Path(folder) / "model", self.engine.model, load_tokenizer(self.config.model))
+        if self.context.rank:
+            deque(self.engine.named_weights(), maxlen=0)
+            return
+        weights = dict(self.engine.named_weights())
+        save_model(Path(folder) / "model", self.engine.empty_model, load_tokenizer(self.config.model), state_dict=weights)
 
-    @register(dispatch="rank_zero")
+    @register(dispatch=GATHERED)
     def state_digest(self) -> dict[str, float]:
         """Checksums of the weights by name, for checks of equality."""
         return {name: float(weight.double().sum()) for name, weight in self.engine.named_weights()}

@@ -12,7 +12,7 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model
 from rolemesh.observe import Metrics
-from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, passes
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes
 from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
 
@@ -30,7 +30,7 @@ def critic_reads(*, config: Config) -> tuple[str, ...]:
 
 
 class CriticWorker(TrainedWorker):
-    """One data-parallel rank of the critic."""
+    """One rank of the critic."""
 
     state_file: ClassVar[str] = "critic.pt"
     engine: ValueEngine
@@ -47,9 +47,7 @@ class CriticWorker(TrainedWorker):
         self.engine = ValueEngine(
             load_value_model(config.model, path=config.algorithm.critic_path, seed=config.seed),
             optimizer=OptimizerSettings.of_critic(config.algorithm, config.trainer),
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-            compute_dtype=getattr(torch, config.model.dtype),
-            device=self.context.device,
+            **engine_options(config, self.context.device),
         )
 
     # -- values and advantages ------------------------------------------------------------------------------------------------
@@ -72,6 +70,7 @@ class CriticWorker(TrainedWorker):
         for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
             with self.spans.span("minibatch", number=number, epoch=epoch, rows=len(rows)):
                 self.engine.update(rows, self.algorithm.value_loss, metrics=self.metrics)
+        self.record_memory()
         return self.engine.step
 
     @register(dispatch=BY_MINIBATCH, reads=critic_reads)
@@ -83,4 +82,4 @@ class CriticWorker(TrainedWorker):
     @register(dispatch="all", mutates=True)
     def load_backbone(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
         """Take over the body of the policy with these published weights; the head stays."""
-        self.engine.value_model.load_backbone(unpack(manifest, buffer))
+        self.engine.load_backbone(unpack(manifest, buffer))

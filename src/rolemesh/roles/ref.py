@@ -38,6 +38,7 @@ class RefWorker(Worker):
             load_model(config.model_copy(update={"dtype": "float32"}), seed=self.config.seed),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             compute_dtype=getattr(torch, config.dtype),
+            packing=self.config.trainer.packing,
             device=self.context.device,
         )
 

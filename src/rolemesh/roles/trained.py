@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from rolemesh.batch import Batch, BatchRef
+from rolemesh.config.schema import Config
+from rolemesh.engines.train import Groups
 from rolemesh.engines.train.replica import Replica
 from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, register
-from rolemesh.runtime.dispatch import collect_all
+from rolemesh.runtime.dispatch import collect_all, collect_first, split_all
 
 
 def split_minibatches(topology: Topology, request: Request) -> list[Share | None]:
@@ -49,8 +51,25 @@ def passes(batch: Batch, *, epochs: int, count: int) -> Iterator[tuple[int, int,
             yield epoch, number, batch.take(np.flatnonzero(member == number))
 
 
+GATHERED = Dispatch(name="gathered", split=split_all, collect=collect_first)
+"""Called on all ranks, each of which gives its part; the first has the result."""
+
+
+def engine_options(config: Config, device: str) -> dict[str, Any]:
+    """How the `trainer` section has models trained."""
+    trainer = config.trainer
+    return {
+        "micro_batch_tokens": trainer.micro_batch_tokens,
+        "packing": trainer.packing,
+        "sharding": trainer.sharding,
+        "activation_checkpointing": trainer.activation_checkpointing,
+        "compute_dtype": getattr(torch, config.model.dtype),
+        "device": device,
+    }
+
+
 class TrainedWorker(Worker):
-    """One data-parallel rank of a model under training. A subclass makes `engine` in `load` and names its `state_file`."""
+    """One rank of a model under training. A subclass makes `engine` in `load` and names its `state_file`."""
 
     communicates: ClassVar[bool] = True
     state_file: ClassVar[str]
@@ -58,19 +77,39 @@ class TrainedWorker(Worker):
     engine: Replica
 
     def joined(self) -> None:
-        assert self.communicator is not None
-        self.engine.process_group = self.communicator.group
-        self.engine.check_replicas()
+        formed = self.communicator
+        assert formed is not None
+        self.engine.join(Groups(world=formed.group, data=formed.data_group, tensor=formed.tensor_group))
 
     def leave(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.process_group = None
+            self.engine.leave()
         super().leave()
 
-    @register(dispatch="rank_zero")
+    def record_memory(self) -> None:
+        """Bytes that this rank's tensors take at the end of the call under way, as `memory/<role>/<what>`."""
+        for what, count in self.engine.memory().items():
+            self.metrics.max(f"memory/{self.context.group}/{what}", count)
+
+    @register(dispatch="all", mutates=True)
+    def sleep(self) -> int:
+        """Take the model off the device until a call needs it again; returns the bytes freed. See `Replica.sleep`."""
+        freed = self.engine.sleep()
+        self.record_memory()
+        return freed
+
+    @register(dispatch="all", mutates=True)
+    def wake(self) -> None:
+        """Be as before `sleep`."""
+        self.engine.wake()
+        self.record_memory()
+
+    @register(dispatch=GATHERED)
     def save(self, folder: str) -> None:
         """Write the training state into an existing folder."""
-        torch.save(self.engine.state(), Path(folder) / self.state_file)
+        state = self.engine.state()
+        if self.context.rank == 0:
+            torch.save(state, Path(folder) / self.state_file)
 
     @register(dispatch="all", mutates=True)
     def restore(self, folder: str) -> None:

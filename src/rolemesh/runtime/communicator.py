@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
     from torch.distributed import ProcessGroup
 
+Connect = Callable[["Store", int, int, float], "ProcessGroup"]
+"""Store, rank, size and when to give up -> a group that has connected."""
 End = tuple[str, int]
 """Address and port that a socket is bound to."""
 REPORT_SECONDS = 1.0
@@ -44,18 +46,35 @@ class Rendezvous:
 
 
 class Communicator:
-    """One rank's end of a process group: gloo for a worker on the CPU, NCCL for one on a GPU. `group` is there once `form` returned.
+    """One rank's end of a process group: gloo for a worker on the CPU, NCCL for one on a GPU. The groups are there once `form` returned.
 
-    `address` is this worker's own: the network interface that the ranks talk over. `owner` is the group's name, for messages.
+    `address` is this worker's own: the network interface that the ranks talk over. `owner` is the group's name, for messages. With
+    `tensor_parallel` the ranks stand in a grid of so many columns, and there is a group for each row and column beside that of all ranks.
     """
 
     group: ProcessGroup
+    """Of all ranks."""
+    data_group: ProcessGroup | None
+    """Of this rank's column; None where it would be alone."""
+    tensor_group: ProcessGroup | None
+    """Of this rank's row; None where it would be alone."""
 
-    def __init__(self, rendezvous: Rendezvous, *, rank: int, world_size: int, address: str, device: str = "cpu", owner: str = "") -> None:
-        self.rendezvous, self.rank, self.world_size, self._owner = rendezvous, rank, world_size, owner
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        world_size: int,
+        address: str,
+        device: str = "cpu",
+        owner: str = "",
+        tensor_parallel: int = 1,
+    ) -> None:
+        self.rendezvous, self.rank, self.world_size = rendezvous, rank, world_size
+        self._owner, self._row = owner, tensor_parallel
         self._address, self._device = address, device
         self._ends: set[End] = {(rendezvous.address, rendezvous.port)}
-        self._forming: Future[ProcessGroup] = Future()
+        self._forming: Future[tuple[ProcessGroup, ProcessGroup | None, ProcessGroup | None]] = Future()
 
     @staticmethod
     def open_store(address: str, world_size: int, deadline: float) -> TCPStore:
@@ -73,7 +92,7 @@ class Communicator:
         started = time.monotonic()
         threading.Thread(target=self._form, args=(started + deadline, store), daemon=True, name="rolemesh-join").start()
         try:
-            self.group = self._forming.result(deadline + REPORT_SECONDS)
+            self.group, self.data_group, self.tensor_group = self._forming.result(deadline + REPORT_SECONDS)
         except (CancelledError, RuntimeError, OSError) as error:  # OSError: also TimeoutError
             self._forming.cancel()
             met = self.rendezvous
@@ -83,7 +102,8 @@ class Communicator:
             raise DeadlineExceeded(
                 waiter=f"{self._owner} rank {self.rank}".lstrip(), subject=subject, seconds=waited, last_report=report
             ) from error
-        self.group.set_timeout(timedelta(seconds=timeout))
+        for group in filter(None, (self.group, self.data_group, self.tensor_group)):
+            group.set_timeout(timedelta(seconds=timeout))
 
     def _form(self, ends: float, store: TCPStore | None) -> None:
         with suppress(InvalidStateError):  # nobody waits for it any more
@@ -92,8 +112,7 @@ class Communicator:
             except (RuntimeError, OSError, ValueError) as error:  # torch's own are RuntimeErrors
                 self._forming.set_exception(error)
 
-    def _connect(self, ends: float, store: TCPStore | None) -> ProcessGroup:
-        import torch
+    def _connect(self, ends: float, store: TCPStore | None) -> tuple[ProcessGroup, ProcessGroup | None, ProcessGroup | None]:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         met, wait = self.rendezvous, _until(ends)
@@ -102,39 +121,58 @@ class Communicator:
             store or TCPStore(met.address, met.port, self.world_size, is_master=False, timeout=wait),
         )
         scoped.set_timeout(_until(ends))
-        group = self._connect_gloo(scoped, ends) if self._device == "cpu" else self._connect_nccl(scoped, ends)
-        group.allreduce([torch.ones(1, device=self._device)]).wait(_until(ends))  # NCCL connects here
-        return group
+        connect = self._gloo(scoped) if self._device == "cpu" else self._nccl
+        everyone = range(self.world_size)
+        row = everyone[self.rank // self._row * self._row :][: self._row]
+        column = everyone[self.rank % self._row :: self._row]
 
-    def _connect_gloo(self, store: Store, ends: float) -> ProcessGroup:
+        def group_of(name: str, ranks: range) -> ProcessGroup:
+            import torch
+
+            group = connect(PrefixStore(name, scoped), ranks.index(self.rank), len(ranks), ends)
+            group.allreduce([torch.ones(1, device=self._device)]).wait(_until(ends))  # NCCL connects here
+            return group
+
+        whole = group_of("all", everyone)
+        data = whole if self._row == 1 else group_of(f"column-{column[0]}", column) if len(column) > 1 else None
+        tensor = None if self._row == 1 else whole if len(column) == 1 else group_of(f"row-{row[0]}", row)
+        return whole, data, tensor
+
+    def _gloo(self, store: Store) -> Connect:
+        """All groups of this rank listen at one place, which the ranks tell each other first."""
         from torch.distributed import ProcessGroupGloo
 
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to give the address
         with _OPENING:
             others = _listening()
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+            device = ProcessGroupGloo.create_device(hostname=self._address)
             mine = next(end for end in _listening() if end not in others)
         store.set(f"end-{self.rank}", f"{mine[0]} {mine[1]}")
         for rank in range(self.world_size):
             address, port = store.get(f"end-{rank}").decode().split()
             self._ends.add((address, int(port)))
-        options._timeout = _until(ends)
-        group: ProcessGroup = ProcessGroupGloo(store, self.rank, self.world_size, options)  # type: ignore[assignment]
-        return group
 
-    def _connect_nccl(self, store: Store, ends: float) -> ProcessGroup:
+        def connect(store: Store, rank: int, size: int, ends: float) -> ProcessGroup:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to give the address
+            options._devices, options._timeout = [device], _until(ends)
+            group: ProcessGroup = ProcessGroupGloo(store, rank, size, options)  # type: ignore[assignment]
+            return group
+
+        return connect
+
+    def _nccl(self, store: Store, rank: int, size: int, ends: float) -> ProcessGroup:
         from torch._C import _distributed_c10d
 
         options = _distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = _until(ends)
-        group: ProcessGroup = _distributed_c10d.ProcessGroupNCCL(store, self.rank, self.world_size, options)  # type: ignore[assignment]
+        group: ProcessGroup = _distributed_c10d.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[assignment]
         return group
 
     def cut(self) -> int:
         """Take the connections down (any thread): forming, or a collective under way on any rank, then raises. Returns how many."""
         formed = not self._forming.cancel() and self._forming.exception(0) is None
         if formed and self._device != "cpu":
-            self._forming.result(0).abort()  # NCCL's own connections (shared memory, other sockets) are not ours to know
+            for group in filter(None, self._forming.result(0)):
+                group.abort()  # NCCL's own connections (shared memory, other sockets) are not ours to know
         ends = set(self._ends)
         return sum(_shut(connection) for connection in _sockets() if ends & _ends(connection))
 

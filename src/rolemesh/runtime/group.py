@@ -153,6 +153,7 @@ class WorkerGroup:
             address=process.address,
             process=process.spec.name,
             gpus=places[rank].gpus,
+            tensor_parallel=self.tensor_parallel,
             run_dir=self.run_dir,
             store=self.store,
         )

@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.runtime import janitor_process
-from rolemesh.runtime.janitor_process import PROCESS, RUN, folder_of, peer, socket_of
+from rolemesh.runtime.janitor_process import PROCESS, RUN, clean, folder_of, peer, socket_of
 
 START_SECONDS = 20.0
-BYE_SECONDS = 30.0
+BYE_SECONDS = 90.0
+"""More than the janitor takes at most, with a cluster that does not answer."""
 
 
 class JanitorLink:
@@ -39,6 +41,10 @@ class JanitorLink:
             self.close()
             text = f"run {run} is driven by process {self.answer['refused']} already. Stop that one, or start a new run"
             raise RolemeshError(text=text)
+        if "failed" in self.answer:
+            self.close()
+            text = f"the janitor of run {run} cannot keep its record in {self.folder}: {self.answer['failed']}"
+            raise RolemeshError(text=f"{text}. Make room there, or remove the folder")
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,13 +96,15 @@ class JanitorLink:
         except TimeoutError as error:
             subject = f"the janitor to end what is left of run {self.run}"
             raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=BYE_SECONDS) from error
-        except ConnectionError:
-            pass  # it is gone, and was after us
+        except ConnectionError:  # somebody has killed it
+            clean(self.run, politely=say == "bye")
         finally:
             self._connection.close()
 
     def close(self) -> None:
         """Without a good-bye: what is left lives on for the run's time to live."""
+        with suppress(OSError):  # it may be gone
+            self._connection.shutdown(socket.SHUT_RDWR)  # also where a forked child holds the connection
         self._connection.close()
 
 

@@ -33,6 +33,8 @@ END_SECONDS = 10.0
 TRACKER_SECONDS = 5.0
 """How long those that remove the shared memory of others have, of these; they need milliseconds where there is a processor for them."""
 SWEEP_SECONDS = 60.0
+DRIVEN = 3
+"""Exit code of a sweep that found a driver."""
 PATIENCE_SECONDS = 10.0
 """How long a janitor waits for its first client."""
 TRACKERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
@@ -169,23 +171,38 @@ def write_record(folder: str, record: dict[str, Any]) -> None:
     os.replace(f"{folder}/run.json.new", f"{folder}/run.json")
 
 
-def clean(run: str, *, politely: bool) -> None:
-    """End everything of a run on this machine, and what it left detached in a cluster that is not its own."""
+def note(folder: str, text: str) -> None:
+    """Nobody listens to a janitor: what went wrong goes to its log, if it can be written."""
+    with suppress(OSError), open(f"{folder}/janitor.log", "a", encoding="utf-8") as log:
+        log.write(text)
+
+
+def clean(run: str, *, politely: bool = False, orphaned: bool = False) -> bool:
+    """End everything of a run on this machine, and what it left detached in a cluster that is not its own. If it is to be `orphaned` and
+    has a driver there, one on another machine then, nothing is ended, and the answer is False."""
     folder = folder_of(run)
-    record = read_record(folder)
+    record, swept = read_record(folder), True
+    if record.get("ttl") and not record["own"]:
+        command = [sys.executable, "-m", "rolemesh.runtime.ray.sweep", record["address"], run, *(["orphaned"] if orphaned else [])]
+        with suppress(subprocess.TimeoutExpired):  # a cluster that does not answer has nothing left of it
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_SECONDS, check=False)
+            if orphaned and done.returncode == DRIVEN:
+                return False
+            swept = done.returncode in (0, DRIVEN)
+            if not swept:  # what is known of the run stays, for `rolemesh clean`
+                note(folder, done.stderr.decode(errors="replace"))
     if politely:
         ends = time.monotonic() + GRACE_SECONDS
         while any(found.is_worker or not record.get("own") for found in owned(run)) and time.monotonic() < ends:
             time.sleep(0.02)
-    elif record.get("ttl") and not record["own"]:
-        command = [sys.executable, "-m", "rolemesh.runtime.ray.sweep", record["address"], run]
-        with suppress(subprocess.TimeoutExpired):  # a cluster that does not answer has nothing left of it
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_SECONDS, check=False)
     end_all(partial(owned, run))
-    shutil.rmtree(folder, ignore_errors=True)
+    if swept:
+        shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir("/dev/shm"):
         if name.startswith(f"rolemesh-{key_of(run)}"):
-            os.unlink(f"/dev/shm/{name}")
+            with suppress(OSError):  # gone since, or another user's
+                os.unlink(f"/dev/shm/{name}")
+    return True
 
 
 # -- the janitor --------------------------------------------------------------------------------------------------------------
@@ -227,11 +244,20 @@ class Janitor:
                 del self._due[process, pid]
                 end_all(partial(owned, self._run, process, pid))
             if self._ends is not None and self._ends <= now:
-                self._clean(politely=False)
+                self._expire()
 
-    def _clean(self, *, politely: bool) -> None:
-        clean(self._run, politely=politely)
-        self._over = True
+    def _expire(self) -> None:
+        """Nobody has come back, here; a driver on another machine may have the run by now, and its workers are our clients then."""
+        self._ends, self._over = None, clean(self._run, orphaned=True)
+        if not self._over:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._record = {}
+
+    def _note(self, **news: Any) -> None:
+        """Keep it, and on disk for whoever comes later; a full disk must not keep the run from ending."""
+        self._record |= news
+        with suppress(OSError):
+            write_record(self._folder, self._record)
 
     def _greet(self) -> None:
         connection, _ = self._listener.accept()
@@ -248,6 +274,8 @@ class Janitor:
         self._selector.register(client.alive, selectors.EVENT_READ, partial(self._lose, client))
 
     def _hear(self, client: Client) -> None:
+        if client not in self._clients:  # its end was told of in the same moment
+            return
         try:
             data = client.connection.recv(65536)
         except ConnectionError:
@@ -278,8 +306,7 @@ class Janitor:
             self._due[client.process, client.pid] = time.monotonic() + GRACE_SECONDS
         if client.drives and not self._over:
             self._ends = time.monotonic() + self._record["ttl"]
-            self._record["left"] = time.time()
-            write_record(self._folder, self._record)
+            self._note(left=time.time())
 
     # -- what clients say: methods `_on_<word>` -------------------------------------------------------------------------------
 
@@ -297,34 +324,36 @@ class Janitor:
         others = [other.pid for other in self._clients if other.drives]
         if others:
             return {"refused": others[0]}
-        client.drives, self._ends = True, None
-        if not self._record.get("ttl"):
-            clean(self._run, politely=False)  # an earlier driver left it, and nobody was there to see to it
+        if not self._record.get("ttl", 0 if own else ttl):  # without a record there may be workers of a driver elsewhere, to be taken over
+            clean(self._run)  # an earlier driver left it, and nobody was there to see to it
             self._record = {}
         if own:
             address = self._record.get("address", "") if owned(self._run) else ""
         found = find(client.pid)
-        self._record = {
+        record = {
             "run": self._run, "pid": client.pid, "started": found.started if found else 0, "own": own, "address": address, "ttl": ttl,
             "since": self._record.get("since", time.time()), "left": None,
         }  # fmt: skip
-        write_record(self._folder, self._record)
+        try:
+            write_record(self._folder, record)
+        except OSError as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+        self._record, self._ends, client.drives = record, None, True
         return {"address": address}
 
     def _on_address(self, client: Client, address: str) -> None:
         """The driver is in its cluster, which is there."""
-        self._record["address"] = address
-        write_record(self._folder, self._record)
+        self._note(address=address)
 
     def _on_bye(self, client: Client) -> None:
         """The driver is done; it waits until nothing is left."""
-        self._clean(politely=True)
+        self._over = clean(self._run, politely=True)
 
     def _on_free(self, client: Client) -> None:
         """`rolemesh clean`: end the run, and its driver if there is one."""
         if self._record.get("pid"):
             kill(self._record["pid"], self._record["started"])
-        self._clean(politely=False)
+        self._over = clean(self._run)
 
 
 def main(run: str) -> None:
@@ -342,9 +371,7 @@ def main(run: str) -> None:
     try:
         Janitor(run, listener).serve()
     except Exception:
-        if os.path.isdir(folder_of(run)):
-            with open(f"{folder_of(run)}/janitor.log", "a", encoding="utf-8") as log:
-                traceback.print_exc(file=log)
+        note(folder_of(run), traceback.format_exc())
         raise
 
 

@@ -30,7 +30,9 @@ async def kept_alive(
         yield
     finally:
         keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
+        (ended,) = await asyncio.gather(keeper, return_exceptions=True)
+        if isinstance(ended, Exception):
+            told(f"the KV store of {store.link.run} was not looked after any more: {type(ended).__name__}: {ended}")
 
 
 async def _keep(store: KvStore, told: Callable[[str], None], every: float, silence: float) -> None:

@@ -11,6 +11,7 @@ from typing import Self
 from rolemesh.errors import ConfigError, DeadlineExceeded, ResourceError, StaleCall, WorkerDied
 from rolemesh.plan.schema import NodeInfo
 from rolemesh.protocols.backend import Backend, Bundle, Process, ProcessSpec, Report, Resident
+from rolemesh.runtime.calls import together
 
 Restore = Callable[[float], Awaitable[None]]
 TAKE_SECONDS = 10.0
@@ -83,7 +84,7 @@ class Pool:
         if found is None:
             return False
         try:
-            await asyncio.gather(*(self._take(process, epoch) for process in found))
+            await together(self._take(process, epoch) for process in found)
         except StaleCall:  # a newer controller has it
             self.detach()
             raise
@@ -169,13 +170,13 @@ class Pool:
             await restore(deadline)
 
     async def _leave_lost_node(self, place: int) -> None:
-        alive = {node.name for node in (await self.backend.inventory()).nodes}
+        alive = {node.identity for node in (await self.backend.inventory()).nodes}
         bundle = self.bundles[place]
-        if self.nodes[bundle.node].name in alive:
+        if self.nodes[bundle.node].identity in alive:
             return
         for spare in self._spares:
             other = self._reserved[spare]
-            if replace(other, node=bundle.node) == bundle and self.nodes[other.node].name in alive:
+            if replace(other, node=bundle.node) == bundle and self.nodes[other.node].identity in alive:
                 self._spares.remove(spare)
                 self._moved[place] = spare
                 return

@@ -112,6 +112,7 @@ class WorkerContext:
     master_address: str = ""
     master_port: int = 0
     generation: int = 0
+    tensor_parallel: int = 1
     run_dir: str = ""
     store: StoreLink | None = None
     """The way to the run's KV store, where it has one."""
@@ -199,6 +200,7 @@ class Worker:
         self.communicator = Communicator(
             rendezvous, rank=context.rank, world_size=context.world_size, address=context.address, device=context.device,
             owner=context.group,
+            tensor_parallel=context.tensor_parallel,
         )  # fmt: skip  # from here on `abort` can cut it
         store = getattr(self, "_store", None) if context.rank == 0 else None
         self.communicator.form(deadline=deadline, timeout=timeout, store=store)

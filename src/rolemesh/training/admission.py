@@ -22,7 +22,6 @@ PAUSE_SECONDS = 1.0
 """Between two looks at a cluster that has no room yet."""
 TELL_SECONDS = 5.0
 """A wait is told again after these, and at once when its reason changes."""
-PROBE_SECONDS = 30.0
 PROBE_FOR_REPORT_SECONDS = 3.0
 """A refusal does not wait longer for what it would be nice to know."""
 
@@ -89,7 +88,7 @@ async def survey(config: Config, backend: Backend, make: Make, *, report: bool =
     inventory = await backend.inventory()
     plan = make(inventory)
     if not plan.problems:
-        return make(await backend.probe(inventory, plan.used_nodes(), PROBE_SECONDS))
+        return make(await backend.probe(inventory, plan.used_nodes(), config.deadlines.create))
     if report and any(pool.gpus for pool in config.pools.values()):
         with suppress(RolemeshError):
             plan = make(await backend.probe(inventory, nodes_allowed(config, inventory.nodes), PROBE_FOR_REPORT_SECONDS))

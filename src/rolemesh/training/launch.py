@@ -141,17 +141,19 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
 def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
     """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
     otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
-    directory = resume or RunDirectory.create(config.runs_dir, config.name)
-    with directory.held():
-        try:
+    directory, mine = resume, resume is None
+    try:
+        directory = directory or RunDirectory.create(config.runs_dir, config.name)
+        with directory.held():
+            mine = True
             yield directory
-        except BaseException as error:
-            state = directory.read_status().get("state")
-            if isinstance(error, ResourceError) and state == "created":
-                shutil.rmtree(directory.path)
-            elif state in ("created", "waiting"):
-                directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
-            raise
+    except BaseException as error:
+        state = directory.read_status().get("state") if directory is not None and mine else None
+        if directory is not None and resume is None and isinstance(error, ResourceError) and state == "created":
+            shutil.rmtree(directory.path)
+        elif directory is not None and state in ("created", "waiting"):
+            directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
+        raise
 
 
 def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:

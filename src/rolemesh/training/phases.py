@@ -73,12 +73,12 @@ async def score(run: TrainingRun, samples: BatchRef) -> BatchRef:
     """Reward every row and, where these roles are there, find its log-probabilities under the reference and the values of its states,
     all side by side. Rows that cannot be scored have no reward; training masks them and the step counts them."""
     groups = run.session.groups
-    calls = [groups[REWARD].score(samples)]
-    if REF in groups:
-        calls.append(groups[REF].logprobs(samples, temperature=run.config.rollout.temperature))
-    if CRITIC in groups:
-        calls.append(groups[CRITIC].values(samples))
     async with run.session.holding("score", REF, CRITIC):
+        calls = [groups[REWARD].score(samples)]
+        if REF in groups:
+            calls.append(groups[REF].logprobs(samples, temperature=run.config.rollout.temperature))
+        if CRITIC in groups:
+            calls.append(groups[CRITIC].values(samples))
         for written in await together(calls):
             samples = samples.join(written)
     return samples
@@ -139,12 +139,12 @@ async def update(run: TrainingRun, step: StepBatch) -> None:
     if skipped:
         return
     groups, cut = run.session.groups, {"minibatches": numbers.scalars("minibatch"), "count": run.config.trainer.minibatches}
-    calls = [groups[CRITIC].update(step.batch, **cut)] if CRITIC in groups else []
-    if run.critic_warms_up:
-        run.recorder.critic_alone()
-    else:
-        calls.append(groups[ACTOR].update(step.batch, **cut, temperature=run.config.rollout.temperature, terms=step.terms))
     async with run.session.holding("update", ACTOR, CRITIC):
+        calls = [groups[CRITIC].update(step.batch, **cut)] if CRITIC in groups else []
+        if run.critic_warms_up:
+            run.recorder.critic_alone()
+        else:
+            calls.append(groups[ACTOR].update(step.batch, **cut, temperature=run.config.rollout.temperature, terms=step.terms))
         await together(calls)
     run.progress.weight_version += not run.critic_warms_up
 

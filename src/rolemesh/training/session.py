@@ -86,6 +86,7 @@ class Session:
             worker_kwargs={"config": self.config},
             deadlines=Deadlines(load=deadlines.load, join=deadlines.join, call=deadlines.call, control=deadlines.control),
             journal=self._journal,
+            tensor_parallel=self.config.roles[role].tensor_parallel,
             run_dir=str(self._run_dir or ""),
             store=self.kv.link,
             observer=self._observer,

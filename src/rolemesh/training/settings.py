@@ -73,6 +73,7 @@ async def ask(store: KvStore, overrides: Sequence[str], deadline: float) -> int:
     wish = uuid.uuid4().hex
     await store.put(f"{WISHES}{wish}", list(overrides))
     answer = await store.get(f"{ANSWERS}{wish}", deadline)
+    await store.delete(f"{ANSWERS}{wish}")
     if "problems" in answer:
         raise ConfigError(problems=[Problem(**problem) for problem in answer["problems"]])
     return int(answer["step"])

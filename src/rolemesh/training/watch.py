@@ -38,7 +38,7 @@ async def _watch(run: TrainingRun) -> None:
     while True:
         workers = await run.session.status()
         found = status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers)
-        run.directory.write_status(found | {"pools": run.session.devices()})
+        run.directory.write_status(found | {"pools": run.session.devices(), "memory": memory(run.recorder.row)})
         _leave_in_time(run, workers)
         for group in slow.due(workers, time.time()):
             run.recorder.note(await describe(run.session.groups[group], run.config.deadlines.call))
@@ -51,6 +51,16 @@ def _leave_in_time(run: TrainingRun, workers: Sequence[Mapping[str, Any]]) -> No
     if leaving and not run.interrupted:
         run.interrupted = True
         run.recorder.note(f"{', '.join(leaving)} got SIGTERM: finishing this step, then saving")
+
+
+def memory(row: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """By role, bytes of the largest rank's weights and so on, as the last step's metrics have them."""
+    found: dict[str, dict[str, int]] = {}
+    for name, value in row.items():
+        if name.startswith("memory/"):
+            _, role, what = name.split("/")
+            found.setdefault(role, {})[what] = int(value)
+    return found
 
 
 class SlowCalls:

@@ -49,26 +49,37 @@ class WeightManifest:
     """CRC-32 of the whole buffer, None when it was not asked for."""
 
 
-def pack(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, checksum: bool = True) -> tuple[WeightManifest, Buffer]:
+def pack(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    *,
+    checksum: bool = True,
+    like: Iterable[tuple[str, torch.Tensor]] | None = None,
+) -> tuple[WeightManifest, Buffer]:
     """Copy tensors (any device, dtype and layout) into one new buffer.
 
-    Names of the same memory (tied weights) are all listed, the bytes are there once. Raises ValueError for a repeated name.
+    Names of the same memory (tied weights) are all listed, the bytes are there once. With `like`, tensors of the same names, shapes and
+    formats but perhaps without contents, the given ones are taken one by one and need not all exist at a time. Raises ValueError for a
+    repeated name, or one that is not in `like`.
     """
-    tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
-    names = tuple(name for name, _ in tensors)
+    given = list(named_tensors) if like is None else named_tensors
+    forms = list(given if like is None else like)
+    names = tuple(name for name, _ in forms)
     if len(set(names)) != len(names):
         raise ValueError(f"each weight must be given once, found twice: {sorted({name for name in names if names.count(name) > 1})}")
-    offsets, nbytes = _offsets([tensor for _, tensor in tensors])
+    offsets, nbytes = _offsets([form for _, form in forms])
     buffer = np.zeros(nbytes, dtype=np.uint8)
     flat = torch.from_numpy(buffer)
-    for (_, tensor), offset in zip(tensors, offsets, strict=True):
-        _view(flat, offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+    for (name, tensor), (expected, form), offset in zip(given, forms, offsets, strict=True):
+        if name != expected:
+            raise ValueError(f"weights must come in the order of `like`: expected {expected}, found {name}")
+        _view(flat, offset, form.dtype, tuple(form.shape)).copy_(tensor.detach())
     _HEADER.pack_into(buffer.data, 0, _MAGIC, version, nbytes)
     manifest = WeightManifest(
         version=version,
         names=names,
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in forms),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in forms),
         offsets=offsets,
         nbytes=nbytes,
         checksum=zlib.crc32(buffer.data) if checksum else None,
@@ -112,7 +123,8 @@ def _offsets(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], int]:
     placed: dict[tuple[object, ...], int] = {}
     offsets = []
     for tensor in tensors:
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        place = id(tensor) if tensor.is_meta else tensor.data_ptr()
+        memory = (tensor.device, place, tensor.dtype, tuple(tensor.shape), tensor.stride())
         if memory not in placed:
             placed[memory] = end
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT

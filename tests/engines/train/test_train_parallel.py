@@ -1,115 +1,282 @@
-"""Two processes over gloo (this one and another) against one."""
-
-import multiprocessing
-from datetime import timedelta
-from pathlib import Path
+"""One, two and four ranks over gloo, in every layout, against one process. The ranks are started once for all tests of this file."""
 
 import numpy as np
+import pytest
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo
-from train_support import AGGREGATIONS, algorithm, batch, critic, critic_batch, engine, largest_gap, ppo, tiny_model
+from grid import Grid, run_grid
+from train_support import (
+    AGGREGATIONS,
+    VOCABULARY,
+    algorithm,
+    batch,
+    critic,
+    critic_batch,
+    engine,
+    largest_gap,
+    ppo,
+    tiny_model,
+)
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rolemesh.engines.train import Groups, TrainEngine
+from rolemesh.engines.train.placed import without_weights
 from rolemesh.observe import Metrics
 
-SHARES = {"uneven": ([0, 2, 4, 5, 7], [1, 3, 6]), "one rank has nothing": (list(range(8)), [])}
+LAYOUTS = {
+    "two ranks": (2, 1, "none"),
+    "two shards": (2, 1, "fsdp"),
+    "four shards": (4, 1, "fsdp"),
+    "two rows of two, sharded": (4, 2, "fsdp"),
+    "four ranks": (4, 1, "none"),
+    "a row of two": (2, 2, "none"),
+    "two rows of two": (4, 2, "none"),
+}
+"""Ranks, ranks of a row, sharding."""
+FAST = list(LAYOUTS)[:4]
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in FAST)]
+)
+SHARES = {
+    "one each in turn": lambda rank, size: list(range(8))[rank::size],
+    "all rows on the last rank": lambda rank, size: [5, 0, 7, 3, 1, 6, 2, 4] if rank == size - 1 else [],
+}
+"""Rows of the mini-batch that a row of ranks gets, in any order; some ranks have fewer micro-batches than others, or none."""
+CUTS = {"8 rows padded": (8, False), "2 rows padded": (2, False), "2 rows packed": (2, True), "1 row packed": (1, True)}
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Everything that is collective, results written to `folder`."""
-    group = ProcessGroupGloo(FileStore(f"{folder}/store", 2), rank, 2, timedelta(seconds=120))
-    data = batch()
-    trainer = engine(rows=2, process_group=group)
-    gradients: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+def qwen() -> Qwen3ForCausalLM:
+    """With norms of heads, biases, shared key heads, a tied output layer and a row for padding: what a plan has beside plain layers."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True, pad_token_id=3,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def gradients(trainer: TrainEngine, data, rows: list[int], mode: str = "token_mean", metrics: Metrics | None = None):
+    prepared = algorithm(mode).prepare(data, Metrics()).take(rows)
+    return trainer.compute_gradients(prepared, algorithm(mode).loss, temperature=1.0, metrics=metrics or Metrics())
+
+
+def update(trainer: TrainEngine, data, rows: list[int], metrics: Metrics) -> None:
+    trainer.update(data.take(rows), algorithm().loss, temperature=1.0, metrics=metrics)
+
+
+def of_layout(grid: Grid, name: str) -> dict:
+    """Everything that one layout is asked for on this rank."""
+    size, tensor, sharding = LAYOUTS[name]
+    groups, data, found = grid.groups(size, tensor), batch(), {"gradients": {}, "metrics": {}}
+    rank, ranks = groups.rank // tensor, size // tensor
+    trainer = engine(rows=2, sharding=sharding, activation_checkpointing=name == "four shards")
+    trainer.join(groups)
     for mode in AGGREGATIONS:
-        prepared = algorithm(mode).prepare(data, Metrics())
         for share, rows in SHARES.items():
-            gradients[mode, share] = trainer.compute_gradients(
-                prepared.take(rows[rank]), algorithm(mode).loss, temperature=1.0, metrics=Metrics()
-            )
-    metrics, skipped = Metrics(), Metrics()
-    trainer.check_replicas()
-    for rows in SHARES.values():
-        trainer.update(data.take(rows[rank]), algorithm().loss, temperature=1.0, metrics=metrics)
-    nothing = data.with_columns({"token_weight": np.zeros(8)})
-    trainer.update(nothing.take(SHARES["uneven"][rank]), algorithm().loss, temperature=1.0, metrics=skipped)
+            metrics = found["metrics"][mode, share] = Metrics()
+            found["gradients"][mode, share] = gradients(trainer, data, rows(rank, ranks), mode, metrics)
+    mine = SHARES["one each in turn"](rank, ranks)
+    found["logprobs"] = dict(zip(mine, trainer.logprobs(data.take(mine), 0.7), strict=True))
+    found["updates"] = Metrics()
+    for _ in range(2):
+        update(trainer, data, mine, found["updates"])
+    found["memory"], found["freed"] = trainer.memory(), trainer.sleep()
+    found["asleep"] = trainer.memory()
+    trainer.leave()  # the groups are gone: formed anew, they go on from what this rank kept
+    trainer.join(grid.groups(size, tensor))
+    update(trainer, data, mine, found["updates"])
+    found["weights"] = {key: weight.clone() for key, weight in trainer.named_weights()}
+    found["state"] = trainer.state()
+    skipped = found["skipped"] = Metrics()
+    update(trainer, data.with_columns({"token_weight": np.zeros(8)}), mine, skipped)
     broken = data.with_columns({"rollout_logprobs": [[float("nan")] * len(row) for row in data.rows("response_ids")]})
-    trainer.update(broken.take([0] if rank == 1 else []), algorithm().loss, temperature=1.0, metrics=skipped)
-    trainer.check_replicas()
+    update(trainer, broken, [0] if rank == ranks - 1 else [], skipped)
+    return found | of_critic(grid.groups(size, tensor), sharding) | of_qwen(grid.groups(size, tensor), sharding)
+
+
+def of_critic(groups: Groups, sharding: str) -> dict:
+    data, metrics = critic_batch(), Metrics()
+    rank, ranks = groups.rank // groups.tensor_size, groups.data_size
+    mine = SHARES["all rows on the last rank"](rank, ranks)
+    trainer = critic(rows=2, sharding=sharding)
+    trainer.join(groups)
+    found = {"values": dict(zip(mine, trainer.values(data.take(mine)), strict=True))}
+    found["value_gradients"] = trainer.compute_gradients(data.take(mine), ppo().value_loss, metrics=Metrics())
+    trainer.update(data.take(mine), ppo().value_loss, metrics=metrics)
+    trainer.load_backbone(tiny_model(seed=3).state_dict().items())
+    return found | {"value_metrics": metrics, "value_weights": dict(trainer.named_weights())}
+
+
+def of_qwen(groups: Groups, sharding: str) -> dict:
+    trainer = engine(qwen(), rows=2, sharding=sharding)
+    trainer.join(groups)
+    mine = SHARES["one each in turn"](groups.rank // groups.tensor_size, groups.data_size)
+    return {"qwen": gradients(trainer, batch(), mine)}
+
+
+def slow_main(grid: Grid) -> dict:
+    return {name: of_layout(grid, name) for name in LAYOUTS if name not in FAST}
+
+
+def rank_main(grid: Grid) -> dict:
+    found: dict = {name: of_layout(grid, name) for name in FAST}
+    pair = grid.groups(2)
+    for cut, (rows, packing) in CUTS.items():
+        trainer = engine(rows=rows, packing=packing)
+        trainer.join(pair)
+        found[cut] = gradients(trainer, batch(), SHARES["one each in turn"](pair.rank, 2))
+    for sharding in ("none", "fsdp"):
+        trainer = engine(compute_dtype=torch.bfloat16, sharding=sharding)
+        trainer.join(pair)
+        found["bfloat16", sharding] = gradients(trainer, batch(), SHARES["one each in turn"](pair.rank, 2))
+    found["other weights"] = refusal(lambda: engine(tiny_model(seed=pair.rank)).join(pair))
+    trainer = engine(sharding="fsdp")
+    trainer.join(pair)
+    read = engine(without_weights(tiny_model(seed=5)), weights=dict(tiny_model().named_parameters()), sharding="fsdp")
+    read.join(pair)
+    found["read in parts"] = [dict(one.named_weights()) for one in (trainer, read)]
+    found["other ranks"] = refusal(lambda: trainer.join(grid.groups(4)))
+    return found
+
+
+def refusal(call) -> str:
     try:
-        engine(tiny_model(seed=rank), process_group=group).check_replicas()
-        refused = ""
+        call()
     except ValueError as error:
-        refused = str(error)
-    found = {"gradients": gradients, "state": trainer.state(), "metrics": metrics, "skipped": skipped, "refused": refused}
-    torch.save(found | critic_of_rank(rank, group), f"{folder}/{rank}.pt")
+        return str(error)
+    return ""
 
 
-def critic_of_rank(rank: int, group: ProcessGroupGloo) -> dict[str, object]:
-    """The same for the critic."""
-    data, metrics, gradients = critic_batch(), Metrics(), {}
-    trainer = critic(rows=2, process_group=group)
-    trainer.check_replicas()
-    for share, rows in SHARES.items():
-        gradients[share] = trainer.compute_gradients(data.take(rows[rank]), ppo().value_loss, metrics=Metrics())
-    for rows in SHARES.values():
-        trainer.update(data.take(rows[rank]), ppo().value_loss, metrics=metrics)
-    trainer.check_replicas()
-    return {"value_gradients": gradients, "value_state": trainer.state(), "value_metrics": metrics}
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_grid(rank_main, 4, tmp_path_factory.mktemp("grid"))
 
 
-def test_C01_C04_two_workers_train_as_one(tmp_path: Path):
-    other = multiprocessing.get_context("spawn").Process(target=rank_main, args=(1, str(tmp_path)))
-    other.start()
-    try:
-        rank_main(0, str(tmp_path))
-        other.join(60)
-        assert other.exitcode == 0
-    finally:
-        other.kill()
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+@pytest.fixture(scope="module")
+def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_grid(slow_main, 4, tmp_path_factory.mktemp("grid"))
 
-    check_critic(first, second)
-    data = batch()
-    for (mode, share), found in first["gradients"].items():
-        prepared = algorithm(mode).prepare(data, Metrics())
-        alone = engine().compute_gradients(prepared, algorithm(mode).loss, temperature=1.0, metrics=Metrics())
-        assert largest_gap(alone, found) < 1e-6, (mode, share)
-        assert largest_gap(found, second["gradients"][mode, share]) == 0, (mode, share)
 
+@pytest.fixture
+def found(request: pytest.FixtureRequest, name: str) -> list[dict]:
+    """What the first group of ranks found in the layout of this name."""
+    ranks = request.getfixturevalue("ranks" if name in FAST else "slow_ranks")
+    return [one[name] for one in ranks[: LAYOUTS[name][0]]]
+
+
+def merged(metrics: list[Metrics]) -> dict[str, float]:
+    whole = Metrics()
+    for one in metrics:
+        whole.merge(one)
+    return whole.reduce()
+
+
+def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@EVERY_LAYOUT
+def test_C01_C04_D09_D13_gradient_and_metrics_are_those_of_one_rank(found: list[dict], name: str):
+    tolerance = 1e-5 if "row" in name else 1e-6
+    for mode in AGGREGATIONS:
+        metrics = Metrics()
+        alone = gradients(engine(), batch(), list(range(8)), mode, metrics)
+        for share in SHARES:
+            for rank in found:
+                assert largest_gap(alone, rank["gradients"][mode, share]) < tolerance, (mode, share)
+            assert_same(merged([rank["metrics"][mode, share] for rank in found]), metrics.reduce())
+
+
+@EVERY_LAYOUT
+def test_weights_after_three_steps_are_those_of_one_rank_also_when_it_slept_and_left(found: list[dict], name: str):
     trainer, metrics = engine(), Metrics()
-    for _ in SHARES:
-        trainer.update(data, algorithm().loss, temperature=1.0, metrics=metrics)
-    assert first["state"]["step"] == second["state"]["step"] == 2
-    for name, weight in trainer.state()["model"].items():
-        assert torch.equal(first["state"]["model"][name], second["state"]["model"][name]), name
-        assert torch.allclose(first["state"]["model"][name], weight, rtol=0, atol=1e-5), name
-
-    merged, alone = first["metrics"].merge(second["metrics"]).reduce(), metrics.reduce()
-    assert merged.keys() == alone.keys()
-    for name, value in alone.items():
-        assert abs(merged[name] - value) < 1e-4 * max(1, abs(value)), name
-
-    # A bad step of one rank is left out by both and counted once.
-    skipped = first["skipped"].merge(second["skipped"]).reduce()
-    assert skipped["actor/steps_skipped_empty"] == 1
-    assert skipped["actor/steps_skipped_nonfinite"] == 1
-    assert all("the workers hold different weights" in found["refused"] for found in (first, second))
+    for _ in range(3):
+        update(trainer, batch(), list(range(8)), metrics)
+    tolerance = 1e-5 if "row" in name else 1e-6
+    for rank in found:
+        assert rank["state"]["step"] == 3
+        for key, weight in trainer.named_weights():
+            assert torch.allclose(rank["weights"][key], weight, rtol=0, atol=tolerance), key
+        for key, entry in trainer.state()["optimizer"].items():
+            assert torch.allclose(rank["state"]["optimizer"][key]["exp_avg"], entry["exp_avg"], rtol=1e-3, atol=1e-6), key
+    assert_same(merged([rank["updates"] for rank in found]), metrics.reduce())
 
 
-def check_critic(first: dict, second: dict) -> None:
-    """The critics of both ranks against one that saw all rows."""
+@EVERY_LAYOUT
+def test_logprobs_and_values_are_those_of_one_rank(found: list[dict], name: str):
+    logprobs, values = engine().logprobs(batch(), 0.7), critic().values(critic_batch())
+    for rank in found:
+        for row, mine in rank["logprobs"].items():
+            assert mine == pytest.approx(logprobs[row], abs=1e-5)
+        for row, mine in rank["values"].items():
+            assert mine == pytest.approx(values[row], abs=1e-5)
+
+
+@EVERY_LAYOUT
+def test_critic_learns_as_on_one_rank(found: list[dict], name: str):
     data, trainer, metrics = critic_batch(), critic(), Metrics()
     alone = trainer.compute_gradients(data, ppo().value_loss, metrics=Metrics())
-    for share, found in first["value_gradients"].items():
-        assert largest_gap(alone, found) < 1e-6, share
-        assert largest_gap(found, second["value_gradients"][share]) == 0, share
-    for _ in SHARES:
-        trainer.update(data, ppo().value_loss, metrics=metrics)
-    assert first["value_state"]["step"] == second["value_state"]["step"] == 2
-    for name, weight in trainer.state()["model"].items():
-        assert torch.equal(first["value_state"]["model"][name], second["value_state"]["model"][name]), name
-        assert torch.allclose(first["value_state"]["model"][name], weight, rtol=0, atol=1e-5), name
-    merged, whole = first["value_metrics"].merge(second["value_metrics"]).reduce(), metrics.reduce()
-    assert merged.keys() == whole.keys()
-    for name, value in whole.items():
-        assert abs(merged[name] - value) < 1e-4 * max(1, abs(value)), name
+    trainer.update(data, ppo().value_loss, metrics=metrics)
+    for rank in found:
+        assert largest_gap(alone, rank["value_gradients"]) < (1e-5 if "row" in name else 1e-6)
+        body = tiny_model(seed=3).model.state_dict()
+        assert all(torch.equal(rank["value_weights"][f"backbone.{key}"], weight) for key, weight in body.items())
+    assert_same(merged([rank["value_metrics"] for rank in found]), metrics.reduce())
+
+
+@EVERY_LAYOUT
+def test_model_with_norms_of_heads_biases_and_tied_weights_is_split_and_sharded_alike(found: list[dict], name: str):
+    alone = gradients(engine(qwen()), batch(), list(range(8)))
+    for rank in found:
+        assert largest_gap(alone, rank["qwen"]) < 1e-5
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradient_of_two_ranks_does_not_depend_on_micro_batches_or_packing(ranks: list[dict], cut: str):
+    alone = gradients(engine(), batch(), list(range(8)))
+    assert all(largest_gap(alone, found[cut]) < 1e-6 for found in ranks)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_products_in_bfloat16_give_gradients_in_float32_that_are_near(ranks: list[dict], sharding: str):
+    alone = gradients(engine(), batch(), list(range(8)))
+    for found in ranks:
+        gap = largest_gap(alone, found["bfloat16", sharding])
+        assert 1e-5 < gap < 0.05  # rounded to 8 bits
+        assert all(gradient.dtype == torch.float32 for gradient in found["bfloat16", sharding].values())
+
+
+@EVERY_LAYOUT
+def test_a_bad_step_of_one_rank_is_left_out_by_all_and_counted_once(found: list[dict], name: str):
+    skipped = merged([rank["skipped"] for rank in found])
+    assert skipped["actor/steps_skipped_empty"] == 1
+    assert skipped["actor/steps_skipped_nonfinite"] == 1
+
+
+@pytest.mark.parametrize(("name", "share"), [("two ranks", 1), ("two shards", 2), ("four shards", 4)])
+def test_memory_of_a_rank_is_its_share_and_sleep_drops_what_can_be_computed_again(found: list[dict], name: str, share: int):
+    # Per layer q, k, v, o of 16 x 16, three matrices of 16 x 32 and two norms of 16; embedding and head of 24 x 16, a norm of 16.
+    parameters = 2 * (4 * 256 + 3 * 512 + 2 * 16) + 2 * 384 + 16
+    for rank in found:
+        memory = rank["memory"]
+        assert memory["weights"] == memory["gradients"] == 4 * parameters // share
+        assert memory["optimizer"] == 8 * parameters // share + 4 * 21  # a step for each of the 21 parameters
+        assert rank["freed"] == memory["gradients"]
+        assert rank["asleep"] == {"weights": 0, "gradients": 0, "optimizer": 0, "asleep": memory["weights"] + memory["optimizer"]}
+
+
+def test_weights_can_be_read_in_parts_when_the_ranks_have_met(ranks: list[dict]):
+    for found in ranks:
+        first, second = found["read in parts"]
+        assert first.keys() == second.keys()
+        assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_ranks_that_hold_other_weights_or_other_parts_are_refused(ranks: list[dict]):
+    assert all("the workers hold different weights" in found["other weights"] for found in ranks)
+    assert all("it was formed with other ranks than before" in found["other ranks"] for found in ranks)

@@ -28,7 +28,7 @@ from rolemesh.protocols.algorithm import TokenBatch, ValueBatch
 def naive_values(model: ValueModel, prompt: list[int], response: list[int]) -> torch.Tensor:
     """One prefix at a time, no padding: the state before token t is the prompt and the t tokens before it."""
     states = [prompt + response[:t] for t in range(len(response))]
-    return torch.stack([model(torch.tensor([state]), torch.tensor([len(state) - 1]))[0] for state in states])
+    return torch.stack([model(torch.tensor([len(state) - 1]), input_ids=torch.tensor([state]))[0] for state in states])
 
 
 def rows_of(data: Batch) -> list[tuple[list[int], list[int]]]:
@@ -327,11 +327,11 @@ def test_body_that_looks_ahead_is_refused():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_body_of_a_warm_started_policy_can_be_taken_over(tied: bool):
-    policy, model = engine(tiny_model(seed=9, tied=tied)), value_model()
-    head = model.head.weight.clone()
-    model.load_backbone(policy.named_weights())
-    assert equal(dict(policy.model.model.named_parameters()), dict(model.backbone.named_parameters()))
-    assert torch.equal(model.head.weight, head)
+    policy, trainer = engine(tiny_model(seed=9, tied=tied)), critic()
+    head = trainer.model.head.weight.clone()
+    trainer.load_backbone(policy.named_weights())
+    assert equal(dict(policy.model.model.named_parameters()), dict(trainer.model.backbone.named_parameters()))
+    assert torch.equal(trainer.model.head.weight, head)
     weights = [(name, weight) for name, weight in policy.named_weights() if "norm" not in name]
     with pytest.raises(ValueError, match=r"norm.weight is missing"):
-        model.load_backbone(weights)
+        trainer.load_backbone(weights)

@@ -2,12 +2,14 @@
 does so with values, `Scorer` (ref) only reads log-probabilities."""
 
 from rolemesh.engines.train.engine import LossFunction, TrainEngine
+from rolemesh.engines.train.groups import Groups
 from rolemesh.engines.train.optimizer import OptimizerSettings
 from rolemesh.engines.train.scorer import Scorer
 from rolemesh.engines.train.value_engine import ValueEngine, ValueLossFunction
 from rolemesh.engines.train.value_model import ValueModel, load_value_model
 
 __all__ = [
+    "Groups",
     "LossFunction",
     "OptimizerSettings",
     "Scorer",

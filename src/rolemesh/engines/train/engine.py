@@ -1,70 +1,74 @@
-"""`TrainEngine`: log-probabilities, gradients and optimizer steps of one worker's replica of the policy. Called by the actor role."""
+"""`TrainEngine`: log-probabilities, gradients and optimizer steps of one rank of the policy. Called by the actor role."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from rolemesh.batch import Batch
 from rolemesh.engines.train.forward import TokenScorer, check_temperature
 from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device, weights
-from rolemesh.engines.train.optimizer import OptimizerSettings
+from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.sft import sft_loss
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 LossFunction = Callable[[TokenBatch, Metrics], torch.Tensor]
 
 
 class TrainEngine(Replica):
-    """One replica of the policy (see `Replica`). The model must be a causal language model in float32; it stays in eval mode, so there
-    is no dropout."""
+    """One rank of the policy (see `Replica`). The model must be a causal language model in float32; it stays in eval mode, so there is
+    no dropout."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        optimizer: OptimizerSettings,
-        micro_batch_tokens: int,
-        process_group: ProcessGroup | None = None,
-        device: str | torch.device = "cpu",
-        compute_dtype: torch.dtype = torch.float32,
-        entropy_gradient: bool = False,
-    ) -> None:
-        """`micro_batch_tokens` bounds rows * longest row of one forward pass; a longer row is a pass of its own. `compute_dtype`
-        bfloat16 runs matrix products in it, on float32 weights. With `entropy_gradient` the entropy that a loss gets can be trained on,
-        which costs memory. Raises ValueError for weights in another format, or none to train."""
-        super().__init__(model, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens, process_group=process_group, device=device)
-        self._scorer = TokenScorer(model, compute_dtype, entropy_gradient=entropy_gradient)
+    _scorer: TokenScorer
+
+    def __init__(self, model: nn.Module, *, entropy_gradient: bool = False, **options: Any) -> None:
+        """With `entropy_gradient` the entropy that a loss gets can be trained on, which costs memory. `options` are those of `Replica`."""
+        self._entropy_gradient = entropy_gradient
+        super().__init__(model, **options)
+
+    def _language_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _try(self, placed: PlacedModel, *, packing: bool, autocast: torch.dtype) -> bool:
+        self._scorer = TokenScorer(
+            placed.root, autocast=autocast, device=self._device, packing=packing, entropy_gradient=self._entropy_gradient
+        )
+        return self._scorer.packed
+
+    def _let_go(self) -> None:
+        del self._scorer
+
+    def _forward(self, micro: MicroBatch) -> torch.Tensor:
+        return self._scorer(micro, 1.0)[0]
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> list[npt.NDArray[np.float32]]:
         """Log-probability of each token of `response_ids` given what stands before it, after temperature; one array a row, in order."""
-        return self._scorer.logprobs(batch, temperature, self._micro_batch_tokens)
+        self.wake()
+        return self._scorer.logprobs(batch, temperature, self._passes)
 
     def update(self, batch: Batch, loss_fn: LossFunction, *, temperature: float, metrics: Metrics) -> None:
-        """One optimizer step on one mini-batch, of which `batch` holds this worker's rows (possibly none).
+        """One optimizer step on one mini-batch, of which `batch` holds this rank's rows (possibly none).
 
         Reads prompt_ids, response_ids, rollout_logprobs, token_weight and `advantages` (of tokens) or else `advantage` (of rows); and
-        response_mask and ref_logprobs where there are such columns. A step whose loss or gradient is not finite, or in which no worker
-        has a token with a weight, is left out, counted and logged; all workers decide alike. Records `actor/grad_norm` (before
+        response_mask and ref_logprobs where there are such columns. A step whose loss or gradient is not finite, or in which no rank
+        has a token with a weight, is left out, counted and logged; all ranks decide alike. Records `actor/grad_norm` (before
         clipping), `actor/learning_rate`, `actor/tokens_trained` and the steps left out.
         """
         self._accumulate_policy(batch, loss_fn, temperature, metrics)
         self._apply(metrics, "actor")
 
     def compute_gradients(self, batch: Batch, loss_fn: LossFunction, *, temperature: float, metrics: Metrics) -> dict[str, torch.Tensor]:
-        """Gradient of the mini-batch over all workers by parameter name, before clipping, as copies; nothing is changed."""
+        """Gradient of the mini-batch over all ranks by parameter name, before clipping, as whole copies; nothing is changed."""
         self._accumulate_policy(batch, loss_fn, temperature, metrics)
-        return self._gradient_copies()
+        return self._whole_gradients()
 
     def sft_update(self, batch: Batch, metrics: Metrics) -> None:
         """The same with the cross-entropy of the response tokens, each weighted by its row's `token_weight`; records `sft/...`.
@@ -72,25 +76,24 @@ class TrainEngine(Replica):
         Reads prompt_ids, response_ids and token_weight, which must be normalised over the whole mini-batch (token mean: 1 / all its
         response tokens)."""
 
-        def rows_loss(rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs, _ = self._scorer(MicroBatch.of(rows, self._device), 1.0)
+        def rows_loss(rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs, _ = self._scorer(micro, 1.0)
             weight = weights(rows, self._device)
             return sft_loss(logprobs, weight, metrics), weight
 
-        self._accumulate(batch, rows_loss)
+        self._accumulate(batch, rows_loss, metrics)
         self._apply(metrics, "sft")
 
     def _accumulate_policy(self, batch: Batch, loss_fn: LossFunction, temperature: float, metrics: Metrics) -> None:
         check_temperature(temperature)
 
-        def rows_loss(rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            tokens = self._tokens(rows, temperature)
+        def rows_loss(rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens = self._tokens(rows, micro, temperature)
             return loss_fn(tokens, metrics), tokens.weights
 
-        self._accumulate(batch, rows_loss)
+        self._accumulate(batch, rows_loss, metrics)
 
-    def _tokens(self, rows: Batch, temperature: float) -> TokenBatch:
-        micro = MicroBatch.of(rows, self._device)
+    def _tokens(self, rows: Batch, micro: MicroBatch, temperature: float) -> TokenBatch:
         logprobs, entropy = self._scorer(micro, temperature)
         return TokenBatch(
             logprobs=logprobs,

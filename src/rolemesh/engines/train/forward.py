@@ -1,14 +1,13 @@
 """Log-probabilities of given tokens under a causal language model, computing the output layer only where it is needed.
 
-Used by the engines. Of a padded batch the vocabulary-sized output is needed at the positions before response tokens alone: the
-body runs on everything, the head on those.
+Used by the engines. The vocabulary-sized output is needed at the positions before response tokens alone: the body runs on everything,
+the head on those.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -18,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rolemesh.batch import Batch
-from rolemesh.engines.train.microbatch import MicroBatch, by_row
+from rolemesh.engines.train.fsdp import Root
+from rolemesh.engines.train.microbatch import MicroBatch, Passes
+from rolemesh.engines.train.probe import probe_tokens, try_rows
 
 HEAD_CHUNK_ELEMENTS: Final = 2**24
 """Logits held at a time (64 MiB in float32, and a few times that during backward). More tokens are done in chunks, each recomputed in
@@ -28,21 +29,20 @@ backward, so that memory does not grow with tokens * vocabulary."""
 class TokenScorer:
     """Calls a model for the log-probability and entropy of the response tokens of micro-batches.
 
-    The model is put into eval mode for good: dropout would make the trainer's probabilities differ from the engine's. No attention
-    mask is passed, because right padding cannot reach earlier positions of a causal model; that the model is causal is checked once.
+    The model is in eval mode for good: dropout would make the trainer's probabilities differ from the engine's. No attention mask is
+    passed, because right padding cannot reach earlier positions of a causal model; that the model is causal is checked once.
     """
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, entropy_gradient: bool = False) -> None:
-        self._model = model.eval()
-        self._compute_dtype = compute_dtype
+    def __init__(self, root: Root, *, autocast: torch.dtype, device: torch.device, packing: bool, entropy_gradient: bool = False) -> None:
+        """Raises ValueError for a model that is not causal. `packing` is for a model with packed attention; it is given up, with a
+        note, when packed rows come out otherwise than alone."""
+        self._root, self._model = root, root.model
+        self._autocast, self._device = autocast, device
         self._entropy_gradient = entropy_gradient
-        self._device = next(model.parameters()).device
         with torch.no_grad():
-            probe = probe_tokens(model, self._device)
-            logits = _logits(model, probe)
-            self._vocabulary = logits.shape[-1]
-            self._plain = _plain_head(model, probe, logits)
-            check_causal(model, partial(_logits, model), probe, logits)
+            probe = probe_tokens(self._model, device)
+            self._vocabulary, self._plain = root(self._look, probe)
+            self.packed = try_rows(self._model, lambda inputs: root(self._logits, inputs), probe, packing=packing)
 
     @property
     def head_is_separate(self) -> bool:
@@ -51,18 +51,28 @@ class TokenScorer:
 
     def __call__(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probabilities [T], entropy [T]) of `micro.targets`, after temperature, in float32."""
-        with torch.autocast(self._device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32):
-            if self._plain is None:
-                logits = _logits(self._model, micro.input_ids)
-                return self._score(logits.flatten(0, 1)[micro.positions], micro.targets, temperature)
-            body, head = self._plain
-            hidden = last_hidden(body, micro.input_ids).flatten(0, 1)[micro.positions]
-            return self._through_head(head, hidden, micro.targets, temperature)
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast != torch.float32):
+            return cast(tuple[Tensor, Tensor], self._root(self._forward, micro, temperature))
 
-    def logprobs(self, batch: Batch, temperature: float, max_tokens: int) -> list[npt.NDArray[np.float32]]:
-        """Log-probabilities of the response tokens of all rows, in passes of up to `max_tokens`; one array a row, in order."""
+    def logprobs(self, batch: Batch, temperature: float, passes: Passes) -> list[npt.NDArray[np.float32]]:
+        """Log-probabilities of the response tokens of all rows; one array a row, in order."""
         check_temperature(temperature)
-        return by_row(batch, max_tokens, self._device, lambda micro: self(micro, temperature)[0])
+        return passes.by_row(batch, lambda micro: self(micro, temperature)[0])
+
+    def _look(self, probe: Tensor) -> tuple[int, tuple[nn.Module, nn.Module] | None]:
+        logits = self._logits({"input_ids": probe})
+        return logits.shape[-1], _plain_head(self._model, probe, logits)
+
+    def _logits(self, inputs: dict[str, Any]) -> Tensor:
+        return cast(Tensor, self._model(**inputs, use_cache=False).logits)
+
+    def _forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        if self._plain is None:
+            logits = self._logits(micro.inputs)
+            return self._score(logits.flatten(0, 1)[micro.positions], micro.targets, temperature)
+        body, head = self._plain
+        hidden = last_hidden(body, micro.inputs).flatten(0, 1)[micro.positions]
+        return self._through_head(head, hidden, micro.targets, temperature)
 
     def _through_head(self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,20 +104,11 @@ def _logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float, *
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # a forbidden token has log-probability -inf and probability 0; its product must be 0, not nan
         entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(dim=-1)
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+    return logprobs.gather(-1, targets[:, None]).sum(dim=-1), entropy  # the sum of one: sharded roots may not return views
 
 
-def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    return cast(Tensor, model(input_ids=input_ids, use_cache=False).logits)
-
-
-def last_hidden(body: nn.Module, input_ids: Tensor) -> Tensor:
-    return cast(Tensor, body(input_ids=input_ids, use_cache=False).last_hidden_state)
-
-
-def probe_tokens(model: nn.Module, device: torch.device) -> Tensor:
-    """A few tokens [1, 8] to try a model with."""
-    return torch.arange(8, device=device)[None] % int(cast(Any, model).get_input_embeddings().num_embeddings)
+def last_hidden(body: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    return cast(Tensor, body(**inputs, use_cache=False).last_hidden_state)
 
 
 def _plain_head(model: nn.Module, probe: Tensor, logits: Tensor) -> tuple[nn.Module, nn.Module] | None:
@@ -118,17 +119,7 @@ def _plain_head(model: nn.Module, probe: Tensor, logits: Tensor) -> tuple[nn.Mod
     body, head = getattr(model, "base_model", None), cast(Any, model).get_output_embeddings()
     if not isinstance(body, nn.Module) or body is model or not isinstance(head, nn.Module):
         return None
-    return (body, head) if torch.equal(head(last_hidden(body, probe)), logits) else None
-
-
-def check_causal(model: nn.Module, forward: Callable[[Tensor], Tensor], probe: Tensor, found: Tensor) -> None:
-    """Raise ValueError when another last token changes what `forward` gives at earlier positions; `found` is forward(probe)."""
-    other = probe.clone()
-    other[0, -1] = probe[0, -2]
-    if not torch.allclose(forward(other)[:, :-1], found[:, :-1], rtol=1e-3, atol=1e-4):
-        raise ValueError(
-            f"{type(model).__name__} is not causal: a later token changed the prediction of an earlier one; use a causal model"
-        )
+    return (body, head) if torch.equal(head(last_hidden(body, {"input_ids": probe})), logits) else None
 
 
 def check_temperature(temperature: float) -> None:

@@ -1,10 +1,12 @@
-"""Rows of a batch as the tensors of one forward pass: padded inputs, and the flat list of response tokens. Used by the train engines."""
+"""Rows of a batch as the tensors of one forward pass: packed or padded inputs, and the flat list of response tokens. Used by the train
+engines."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,26 +14,34 @@ import torch
 
 from rolemesh.batch import Batch, token_chunks
 from rolemesh.batch.tokens import sampled_tokens, token_column
+from rolemesh.engines.train.groups import agree
+from rolemesh.engines.train.packing import Ints, Packing
 from rolemesh.errors import BatchError
 
-Ints = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Inputs of a forward pass over B rows, and where in its flattened output each of T response tokens is predicted."""
+    """Inputs of a forward pass over B rows, and where in its flattened output each of T response tokens is predicted.
+
+    A row is its prompt and response without the last token, which predicts nothing.
+    """
 
     input_ids: torch.Tensor
-    """[B, W] int64: prompt and response without the last token, which predicts nothing; padded on the right with 0."""
+    """Int64: [1, N] packed, the longest row first; or [B, W], padded on the right with 0."""
     positions: torch.Tensor
-    """[T] int64 into [B * W]: the position before each response token."""
+    """[T] int64 into the flattened inputs: the position before each response token."""
     targets: torch.Tensor
     """[T] int64: the response tokens, row after row."""
     row: torch.Tensor
     """[T] int64: row of each."""
+    packing: Packing | None
+    """Where packed rows lie; None when they are padded."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Self:
+    def of(cls, batch: Batch, device: torch.device, *, packed: bool) -> Self:
         """Build from `prompt_ids` and `response_ids`. Raises BatchError for a row without prompt: nothing predicts its first token."""
         prompts, prompt_offsets = batch.ragged("prompt_ids")
         responses, response_offsets = batch.ragged("response_ids")
@@ -40,17 +50,43 @@ class MicroBatch:
             raise BatchError(
                 f"row (draw, sample) = {tuple(batch.ids[prompt_lengths.argmin()].tolist())} has no prompt token; give it a BOS token"
             )
-        lengths = prompt_lengths + response_lengths
-        width = int(lengths.max(initial=1))
-        tokens = np.zeros((len(lengths), width), dtype=np.int64)
+        lengths = prompt_lengths + response_lengths - 1
+        starts, shape, packing = _lay_out(lengths, device, packed=packed)
+        tokens = np.zeros(math.prod(shape), dtype=np.int64)
         prompt_row, prompt_at = _places(prompt_lengths, prompt_offsets)
-        tokens[prompt_row, prompt_at] = prompts
         row, response_at = _places(response_lengths, response_offsets)
         at = prompt_lengths[row] + response_at
-        tokens[row, at] = responses
-        arrays = (tokens[:, : width - 1], row * (width - 1) + at - 1, responses.astype(np.int64), row)
+        for values, of_row, place in ((prompts, prompt_row, prompt_at), (responses, row, at)):
+            kept = place < lengths[of_row]
+            tokens[starts[of_row[kept]] + place[kept]] = values[kept]
+        arrays = (tokens.reshape(shape), starts[row] + at - 1, responses.astype(np.int64), row)
         input_ids, positions, targets, rows = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
-        return cls(input_ids=input_ids, positions=positions, targets=targets, row=rows)
+        return cls(input_ids=input_ids, positions=positions, targets=targets, row=rows, packing=packing)
+
+    @classmethod
+    def smallest(cls, device: torch.device, *, packed: bool) -> Self:
+        """One row of two tokens: for a pass that only has to take part in those of others."""
+        row = Batch.from_columns({"draw": [0], "sample": [0], "prompt_ids": [[0]], "response_ids": [[0]]})
+        return cls.of(row, device, packed=packed)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's body."""
+        found: dict[str, Any] = {"input_ids": self.input_ids}
+        if self.packing is not None:
+            found |= {"position_ids": self.packing.position_ids, "packing": self.packing}
+        return found
+
+
+def _lay_out(lengths: Ints, device: torch.device, *, packed: bool) -> tuple[Ints, tuple[int, int], Packing | None]:
+    """(where each row begins in the flattened inputs, their shape, packing)."""
+    if not packed:
+        width = int(lengths.max(initial=0))
+        return np.arange(len(lengths)) * width, (len(lengths), width), None
+    order = np.argsort(-lengths, kind="stable")
+    starts = np.empty_like(lengths)
+    starts[order] = np.cumsum(lengths[order]) - lengths[order]
+    return starts, (1, int(lengths.sum())), Packing.of(lengths[order], device)
 
 
 def _places(lengths: Ints, offsets: Ints) -> tuple[Ints, Ints]:
@@ -59,24 +95,44 @@ def _places(lengths: Ints, offsets: Ints) -> tuple[Ints, Ints]:
     return row, np.arange(len(row)) - offsets[row]
 
 
-def micro_batches(batch: Batch, max_tokens: int) -> list[list[int]]:
-    """Positions of rows with response tokens, cut so that rows * longest row <= `max_tokens`."""
+def micro_batches(batch: Batch, max_tokens: int, *, packed: bool) -> list[list[int]]:
+    """Positions of rows with response tokens, cut so that their tokens (padded: rows * longest row) are at most `max_tokens`."""
     rows = np.flatnonzero(batch.lengths("response_ids"))
-    return [rows[chunk].tolist() for chunk in token_chunks(batch.token_counts[rows], max_tokens)]
+    return [rows[chunk].tolist() for chunk in token_chunks(batch.token_counts[rows], max_tokens, padded=not packed)]
 
 
-def by_row(
-    batch: Batch, max_tokens: int, device: torch.device, forward: Callable[[MicroBatch], torch.Tensor]
-) -> list[npt.NDArray[np.float32]]:
-    """`forward` (one number for each response token of a micro-batch) over all rows: one array a row, in order."""
-    found = [np.empty(0, dtype=np.float32)] * batch.num_rows
-    for chunk in micro_batches(batch, max_tokens):
-        rows = batch.take(chunk)
-        numbers = forward(MicroBatch.of(rows, device)).cpu().numpy()
-        ends = np.cumsum(rows.lengths("response_ids"))[:-1]
-        for index, row in zip(chunk, np.split(numbers, ends), strict=True):
-            found[index] = row
-    return found
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How the rows of a batch go through a model: in micro-batches of `max_tokens`, packed or padded.
+
+    Ranks of the group `shards` gather weights for each pass together, and so all do as many passes as the one with most.
+    """
+
+    max_tokens: int
+    device: torch.device
+    packed: bool
+    shards: ProcessGroup | None = None
+
+    def chunks(self, batch: Batch) -> list[list[int]]:
+        """Positions of the rows of each pass; none for a pass that only others need."""
+        found = micro_batches(batch, self.max_tokens, packed=self.packed)
+        return found + [[]] * (agree(self.shards, len(found), self.device) - len(found))
+
+    def micro_batch(self, rows: Batch) -> MicroBatch:
+        if not rows.num_rows:
+            return MicroBatch.smallest(self.device, packed=self.packed)
+        return MicroBatch.of(rows, self.device, packed=self.packed)
+
+    def by_row(self, batch: Batch, forward: Callable[[MicroBatch], torch.Tensor]) -> list[npt.NDArray[np.float32]]:
+        """`forward` (one number for each response token of a micro-batch) over all rows: one array a row, in order."""
+        found = [np.empty(0, dtype=np.float32)] * batch.num_rows
+        for chunk in self.chunks(batch):
+            rows = batch.take(chunk)
+            numbers = forward(self.micro_batch(rows)).cpu().numpy()
+            ends = np.cumsum(rows.lengths("response_ids"))[:-1]
+            for index, row in zip(chunk, np.split(numbers, ends), strict=True) if chunk else ():
+                found[index] = row
+        return found
 
 
 def on_device(batch: Batch, column: str, device: torch.device) -> torch.Tensor:

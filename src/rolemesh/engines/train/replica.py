@@ -1,8 +1,12 @@
-"""`Replica`: one worker's copy of a model under training - gradients, optimizer steps, state. Base of the engines of actor and critic.
+"""`Replica`: a model under training on the ranks of a group - gradients, optimizer steps, state. Base of the engines of actor and critic.
 
-Data-parallel: every worker holds the whole model and gets its own rows of each mini-batch. Because loss weights are normalised over
-the whole mini-batch beforehand, a worker adds up the gradients of its micro-batches, the workers add up theirs, and the sum is the
-gradient of the mini-batch whatever the cut.
+Every rank gets its own rows of each mini-batch, or with tensor parallelism every row of ranks. Because loss weights are normalised over
+the whole mini-batch beforehand, a rank adds up the gradients of its micro-batches, the ranks add up theirs, and the sum is the gradient
+of the mini-batch whatever the cut.
+
+A replica is either set up on some groups or taken down: then it holds its parts of weights and moments in host memory, and a model
+without weights from which it is built anew. That is what `sleep` does, and what `join` begins with, because a module that an exception
+passed through, or whose groups are gone, is never used again.
 """
 
 from __future__ import annotations
@@ -10,80 +14,202 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from rolemesh.batch import Batch
-from rolemesh.engines.train.collective import all_reduce
-from rolemesh.engines.train.gradients import FlatGradients
-from rolemesh.engines.train.microbatch import micro_batches
+from rolemesh.engines.train.groups import Groups, all_reduce
+from rolemesh.engines.train.layout import Part, Sliceable
+from rolemesh.engines.train.microbatch import MicroBatch, Passes
 from rolemesh.engines.train.optimizer import OptimizerSettings
-from rolemesh.engines.train.weights import check_fit, copy_weights, named_weights, shapes
+from rolemesh.engines.train.packing import use_packed_attention
+from rolemesh.engines.train.placed import PlacedModel, Weights, without_weights
+from rolemesh.engines.train.weights import check_fit, named_weights, shapes
 from rolemesh.observe import Metrics
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
-RowsLoss = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
-"""Rows of a micro-batch -> (scalar loss, weight [T] of each response token)."""
+RowsLoss = Callable[[Batch, MicroBatch, Metrics], tuple[Tensor, Tensor]]
+"""Rows of a micro-batch, and their inputs -> (scalar loss, weight [T] of each response token)."""
+Moments = dict[str, dict[str, Tensor]]
+"""State of the optimizer by parameter name."""
 
 
-class Replica:
-    """One replica of a float32 model.
+class Replica(ABC):
+    """A float32 model: whole on each rank, or sharded, or split over rows of ranks.
 
-    With a `process_group` (may be set later, and to None), updates and `check_replicas` are collective: every worker calls them, also
-    one that has no rows. After an exception inside a collective call the engine and its model must not be used again.
+    Where several ranks share a model or its training, all methods but `sleep` and `memory` are collective: every rank calls them, also
+    one that has no rows.
     """
+
+    _passes: Passes
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         *,
         optimizer: OptimizerSettings,
         micro_batch_tokens: int,
-        process_group: ProcessGroup | None,
-        device: str | torch.device,
+        groups: Groups | None = None,
+        device: str | torch.device = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+        packing: bool = True,
+        sharding: Literal["none", "fsdp"] = "none",
+        activation_checkpointing: bool = False,
+        weights: Mapping[str, Sliceable] | None = None,
     ) -> None:
-        """Raises ValueError for weights in another format, or none to train."""
-        self.model = model.to(device)
-        self.settings = optimizer
-        self.step = 0
-        self.process_group = process_group
-        self._device = torch.device(device)
-        self._micro_batch_tokens = micro_batch_tokens
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        _check_parameters(self._parameters)
-        self._gradients = FlatGradients(list(self._parameters.values()))
-        self._optimizer = optimizer.build(self._parameters.values())
+        """`micro_batch_tokens` bounds the tokens of one forward pass; a longer row is a pass of its own. `compute_dtype` bfloat16 runs
+        matrix products in it, on float32 weights. With `packing` rows lie one behind the other instead of padded side by side, where
+        the model can do so. `sharding` fsdp spreads weights, gradients and moments over the ranks of a column.
+        `activation_checkpointing` keeps the inputs of each block alone and computes the rest again in backward.
+
+        The model's own weights are taken over without a copy, unless `weights` gives them, in float32, to be read in parts by name:
+        then the model's need no contents, and it is set up by `join`. Raises ValueError for weights in another format, or none to train.
+        """
+        _check_parameters(model)
+        self.settings, self.step, self.groups = optimizer, 0, groups or Groups()
+        self._device, self._max_tokens = torch.device(device), micro_batch_tokens
+        self._options: dict[str, Any] = {"sharding": sharding, "activation_checkpointing": activation_checkpointing}
+        self._compute_dtype = compute_dtype
+        self._skeleton = without_weights(model.eval())
+        self._packing = packing and use_packed_attention(self._language_model(self._skeleton))
+        if packing and not self._packing:
+            logger.warning("the attention of %s cannot be replaced, so its rows are padded", type(model).__name__)
+        self._held = Weights.whole(dict(named_weights(model)) if weights is None else weights, model)
+        self._held_moments: Moments = {}
+        self._placed: PlacedModel | None = None
+        if weights is None:
+            self.wake()
+
+    # -- set up and taken down ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _language_model(self, model: nn.Module) -> nn.Module:
+        """The model of transformers inside `model`."""
+
+    @abstractmethod
+    def _try(self, placed: PlacedModel, *, packing: bool, autocast: torch.dtype) -> bool:
+        """Take up a model that was just set up, with a first pass. Returns whether its rows are packed; raises ValueError when it cannot
+        be trained."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Drop what `_try` took up."""
+
+    @abstractmethod
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        """A number for each response token, with a gradient."""
+
+    @property
+    def _up(self) -> PlacedModel:
+        self.wake()
+        assert self._placed is not None
+        return self._placed
+
+    @property
+    def model(self) -> nn.Module:
+        """As it is set up: with this rank's parts of the weights."""
+        return self._up.model
+
+    @property
+    def empty_model(self) -> nn.Module:
+        """The whole model, without contents."""
+        return self._skeleton
+
+    def join(self, groups: Groups) -> None:
+        """Be set up on these groups from here on. Raises ValueError when the ranks hold other weights or steps than one another, or this
+        one parts of another layout."""
+        self.leave()
+        self.groups = groups
+        self.wake()
+        self.check_replicas()
+
+    def leave(self) -> None:
+        """Let go of the groups, also after a collective that failed."""
+        self.sleep()
+        self.groups = Groups()
+
+    def sleep(self) -> int:
+        """Take the model down: weights and moments go to host memory, gradients and what can be computed again are dropped. Returns the
+        bytes that this freed on the device. Idempotent; whatever needs the model wakes it."""
+        placed, before = self._placed, sum(self.memory().values())
+        if placed is None:
+            return 0
+        self._held = Weights({name: tensor.to("cpu") for name, tensor in placed.tensors.items()}, placed.parts)
+        self._held_moments = {name: {key: value.to("cpu") for key, value in entry.items()} for name, entry in self._moments().items()}
+        placed.close()
+        self._placed = None
+        self._let_go()
+        return before - (self.memory()["asleep"] if self._device.type == "cpu" else 0)
+
+    def wake(self) -> None:
+        """Be set up again as before `sleep`. Idempotent."""
+        if self._placed is not None:
+            return
+        options: dict[str, Any] = {"device": self._device, "dtype": self._compute_dtype, **self._options}
+        placed = PlacedModel(self._skeleton, self._held, self.groups, **options)
+        # Sharded weights are gathered in the format of the products, so there is nothing to cast.
+        autocast = torch.float32 if placed.layout.shards is not None else self._compute_dtype
+        self._packing = self._try(placed, packing=self._packing, autocast=autocast)
+        placed.settle()
+        self._passes = Passes(self._max_tokens, self._device, self._packing, placed.layout.shards)
+        before = self._held.parts
+        self._placed, self._held = placed, Weights({}, before)
+        self._optimizer = self.settings.build(placed.parameters.values())
+        self._take_moments(self._held_moments, before)
+        self._held_moments = {}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's tensors: `weights`, `gradients` and `optimizer` on its device, `asleep` in host memory."""
+        placed, moments = self._placed, self._held_moments
+        weights = [block for block in self._held.blocks.values() if isinstance(block, Tensor)]
+        found = {
+            "weights": 0,
+            "gradients": 0,
+            "optimizer": 0,
+            "asleep": _bytes(weights) + sum(_bytes(m.values()) for m in moments.values()),
+        }
+        if placed is not None:
+            found |= {"weights": _bytes(placed.tensors.values()), "gradients": _bytes(placed.gradients.named().values())}
+            found["optimizer"] = sum(_bytes(entry.values()) for entry in self._moments().values())
+        return found
 
     # -- training -----------------------------------------------------------------------------------------------------------
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """Start again at step 0 with other settings and without moments; the weights stay."""
         self.settings, self.step = settings, 0
-        self._optimizer = settings.build(self._parameters.values())
+        self._optimizer = settings.build(self._up.parameters.values())
 
-    def _accumulate(self, batch: Batch, rows_loss: RowsLoss) -> None:
-        """Gradients of this worker's rows that have a weight, then the sum over the workers."""
-        self._gradients.zero()
+    def _accumulate(self, batch: Batch, rows_loss: RowsLoss, metrics: Metrics) -> None:
+        """Gradients of this rank's rows that have a weight, then the sum over the ranks."""
+        gradients = self._up.gradients
+        gradients.zero()
+        metrics = metrics if self.groups.leads else Metrics()  # ranks of a row have the same rows
         rows = batch.sort_by_id()  # so that the order of the rows changes nothing, to the last bit
         rows = rows.take(np.flatnonzero(rows.scalars("token_weight")))
-        for chunk in micro_batches(rows, self._micro_batch_tokens):
-            loss, weights = rows_loss(rows.take(chunk))
-            self._gradients.backward(loss, int(weights.count_nonzero()))
-        self._gradients.all_reduce(self.process_group)
+        for chunk in self._passes.chunks(rows):
+            mine = rows.take(chunk)
+            micro = self._passes.micro_batch(mine)
+            if chunk:
+                loss, weights = rows_loss(mine, micro, metrics)
+                gradients.backward(loss, int(weights.count_nonzero()))
+            else:
+                gradients.backward(self._forward(micro).clamp(-1, 1).sum() * 0, 0)
+        gradients.reduce()
 
-    def _gradient_copies(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.grad.clone() for name, parameter in self._parameters.items() if parameter.grad is not None}
+    def _whole_gradients(self) -> dict[str, Tensor]:
+        return {name: self._up.gathered(name, gradient).clone() for name, gradient in self._up.gradients.named().items()}
 
     def _apply(self, metrics: Metrics, prefix: str) -> None:
-        """Clip and step, or leave the step out. Numbers that are equal on all workers are recorded by the first alone."""
-        norm, loss, trained = self._gradients.norm(), self._gradients.loss, self._gradients.trained_tokens
+        """Clip and step, or leave the step out. Numbers that are equal on all ranks are recorded by the first alone."""
+        gradients = self._up.gradients
+        norm, loss, trained = gradients.norm(), gradients.loss, gradients.trained_tokens
         # the loss too: a clamp stops the gradient of a nan, which would leave the norm finite and the fault unseen
         finite, empty = math.isfinite(norm) and math.isfinite(loss), trained == 0
         learning_rate = self.settings.learning_rate_at(self.step)
@@ -93,7 +219,7 @@ class Replica:
             logger.warning("%s step %d left out: no token of the mini-batch has a weight", prefix, self.step)
         else:
             self._step(norm, learning_rate)
-        if self.process_group is None or self.process_group.rank() == 0:
+        if self.groups.rank == 0:
             metrics.sum(f"{prefix}/steps_skipped_nonfinite", not finite)
             metrics.sum(f"{prefix}/steps_skipped_empty", finite and empty)
             metrics.sum(f"{prefix}/tokens_trained", trained)
@@ -104,7 +230,7 @@ class Replica:
     def _step(self, norm: float, learning_rate: float) -> None:
         limit = self.settings.max_grad_norm
         if limit is not None and norm > limit:
-            self._gradients.scale(limit / norm)
+            self._up.gradients.scale(limit / norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -112,44 +238,74 @@ class Replica:
 
     # -- state --------------------------------------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and persistent buffers, as they are (no copies), tensors that are tied once under their first name."""
-        return named_weights(self.model)
+    def empty_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names, shapes and formats of the weights, without contents."""
+        return ((name, tensor.to("meta")) for name, tensor in named_weights(self._skeleton))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers, whole, one after the other; tensors that are tied once under their first name. Weights that
+        this rank has the whole of come as they are, without a copy."""
+        return ((name, self._up.gathered(name, tensor)) for name, tensor in self._up.tensors.items())
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next update depends on, as copies: {"step", "model", "optimizer"}, loadable with `weights_only`.
+        """Everything that the next update depends on, as whole copies: {"step", "model", "optimizer"}, loadable with `weights_only`.
 
         Nothing here draws random numbers, and the learning rate is a function of the step."""
-        parameters = zip(self._parameters, self._optimizer.param_groups[0]["params"], strict=True)
-        moments = {name: dict(self._optimizer.state[parameter]) for name, parameter in parameters if parameter in self._optimizer.state}
         return {
             "step": self.step,
             "model": {name: tensor.clone() for name, tensor in self.named_weights()},
-            "optimizer": {name: {key: value.clone() for key, value in entry.items()} for name, entry in moments.items()},
+            "optimizer": {
+                name: {key: (self._up.gathered(name, value) if value.ndim else value).clone() for key, value in entry.items()}
+                for name, entry in self._moments().items()
+            },
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave, by copying. Optimizer settings stay those of this engine. Raises ValueError, and changes nothing,
         when names or shapes do not fit the model."""
-        if state["optimizer"]:
-            check_fit(shapes(self._parameters), {name: entry["exp_avg"].shape for name, entry in state["optimizer"].items()})
-        copy_weights(self.model, state["model"].items())
+        moments, placed = state["optimizer"], self._up
+        wholes = {name: torch.Size(placed.parts[name].whole) for name in placed.parameters}
+        if moments:
+            check_fit(wholes, {name: entry["exp_avg"].shape for name, entry in moments.items()})
+        self.load_weights(state["model"])
         self._optimizer.state.clear()
-        for name, entry in state["optimizer"].items():
-            self._optimizer.state[self._parameters[name]] = {key: value.to(self._device, copy=True) for key, value in entry.items()}
+        self._take_moments(moments, {name: Part.all_of(tuple(whole)) for name, whole in wholes.items()})
         self.step = int(state["step"])
 
+    @torch.no_grad()
+    def load_weights(self, given: Mapping[str, Tensor], *, keep: str | None = None) -> None:
+        """Copy whole weights, by the names that `named_weights` gives; those that begin with `keep` stay as they are. Raises ValueError,
+        and changes nothing, when they do not fit."""
+        parts = {name: part for name, part in self._up.parts.items() if keep is None or not name.startswith(keep)}
+        check_fit({name: torch.Size(part.whole) for name, part in parts.items()}, shapes(given))
+        for name, part in parts.items():
+            self._up.tensors[name].copy_(given[name][part.index])
+
+    def _moments(self) -> Moments:
+        parameters, state = self._up.parameters, self._optimizer.state
+        return {name: dict(state[parameter]) for name, parameter in parameters.items() if parameter in state}
+
+    def _take_moments(self, moments: Moments, parts: Mapping[str, Part]) -> None:
+        """`parts` says which blocks are given."""
+        placed = self._up
+        for name, entry in moments.items():
+            mine = {key: placed.parts[name].read(value, parts[name]) if value.ndim else value for key, value in entry.items()}
+            self._optimizer.state[placed.parameters[name]] = {key: value.to(self._device, copy=True) for key, value in mine.items()}
+
     def check_replicas(self) -> None:
-        """Raise ValueError unless all workers hold the same weights and step. Call it after loading: different replicas would train on
-        without a sign."""
-        if self.process_group is None:
-            return
-        checksum = self.step
-        for _, tensor in self.named_weights():
-            checksum = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
+        """Raise ValueError unless ranks that must hold the same weights and step do. Call it after loading: different replicas would
+        train on without a sign."""
+        placed, layout = self._up, self._up.layout
+        split = {name for name in placed.tensors if name in layout.tensor_dims}
+        self._check_equal(self.groups.world, self.step)
+        self._check_equal(self.groups.tensor, _checksum(tensor for name, tensor in placed.tensors.items() if name not in split))
+        if layout.shards is None:
+            self._check_equal(self.groups.data, _checksum(placed.tensors.values()))
+
+    def _check_equal(self, group: Any, checksum: int) -> None:
         low, high = (torch.tensor([checksum], device=self._device) for _ in range(2))
-        all_reduce(self.process_group, low, "min")
-        all_reduce(self.process_group, high, "max")
+        all_reduce(group, low, "min")
+        all_reduce(group, high, "max")
         if not torch.equal(low, high):
             raise ValueError(
                 f"the workers hold different weights (checksums from {int(low):#010x} to {int(high):#010x}, here {checksum:#010x}); "
@@ -157,7 +313,19 @@ class Replica:
             )
 
 
-def _check_parameters(parameters: dict[str, torch.nn.Parameter]) -> None:
+def _checksum(tensors: Iterator[Tensor] | Any) -> int:
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not parameters:
         raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
     for name, parameter in parameters.items():

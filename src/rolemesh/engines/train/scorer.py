@@ -10,6 +10,9 @@ import torch
 
 from rolemesh.batch import Batch
 from rolemesh.engines.train.forward import TokenScorer
+from rolemesh.engines.train.fsdp import Root
+from rolemesh.engines.train.microbatch import Passes
+from rolemesh.engines.train.packing import use_packed_attention
 from rolemesh.engines.train.weights import copy_weights, named_weights
 
 
@@ -23,17 +26,20 @@ class Scorer:
         micro_batch_tokens: int,
         device: str | torch.device = "cpu",
         compute_dtype: torch.dtype = torch.float32,
+        packing: bool = True,
     ) -> None:
         """Arguments as those of `TrainEngine`: equal ones give the policy's log-probabilities for the policy's weights, to the last bit.
         Raises ValueError for a model that is not causal."""
-        self.model = model.to(device).requires_grad_(False)
-        self._micro_batch_tokens = micro_batch_tokens
-        self._scorer = TokenScorer(model, compute_dtype)
+        self.model = model.to(device).requires_grad_(False).eval()
+        packing = packing and use_packed_attention(self.model)
+        where = torch.device(device)
+        self._scorer = TokenScorer(Root(self.model), autocast=compute_dtype, device=where, packing=packing)
+        self._passes = Passes(micro_batch_tokens, where, self._scorer.packed)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> list[npt.NDArray[np.float32]]:
         """Log-probability of each token of `response_ids` given what stands before it, after temperature; one array a row, in order."""
-        return self._scorer.logprobs(batch, temperature, self._micro_batch_tokens)
+        return self._scorer.logprobs(batch, temperature, self._passes)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights as they are (no copies), as `TrainEngine.named_weights` names them."""

@@ -1,51 +1,43 @@
-"""`ValueEngine`: values, gradients and optimizer steps of one worker's replica of the critic. Called by the critic role."""
+"""`ValueEngine`: values, gradients and optimizer steps of one rank of the critic. Called by the critic role."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from rolemesh.batch import Batch
-from rolemesh.engines.train.forward import check_causal, last_hidden, probe_tokens
-from rolemesh.engines.train.microbatch import MicroBatch, by_row, on_device, weights
-from rolemesh.engines.train.optimizer import OptimizerSettings
+from rolemesh.engines.train.microbatch import MicroBatch, on_device, weights
+from rolemesh.engines.train.placed import PlacedModel
+from rolemesh.engines.train.probe import probe_tokens, try_rows
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.value_model import ValueModel
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import ValueBatch
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 ValueLossFunction = Callable[[ValueBatch, Metrics], torch.Tensor]
 
 
 class ValueEngine(Replica):
-    """One replica of the critic (see `Replica`), in eval mode for good."""
+    """One rank of the critic (see `Replica`), a `ValueModel` in eval mode for good."""
 
-    def __init__(
-        self,
-        model: ValueModel,
-        *,
-        optimizer: OptimizerSettings,
-        micro_batch_tokens: int,
-        process_group: ProcessGroup | None = None,
-        device: str | torch.device = "cpu",
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """Arguments as those of `TrainEngine`. Raises ValueError for weights in another format than float32, none to train, or a body
-        that is not causal."""
-        super().__init__(model, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens, process_group=process_group, device=device)
-        self.value_model = model.eval()
-        self._compute_dtype = compute_dtype
+    def _language_model(self, model: nn.Module) -> nn.Module:
+        return cast(ValueModel, model).backbone
+
+    def _try(self, placed: PlacedModel, *, packing: bool, autocast: torch.dtype) -> bool:
+        self._placed_model, self._root, self._autocast = cast(ValueModel, placed.model), placed.root, autocast
+        backbone = self._placed_model.backbone
         with torch.no_grad():
-            probe, body = probe_tokens(model.backbone, self._device), partial(last_hidden, model.backbone)
-            check_causal(model.backbone, body, probe, body(probe))
+            probe = probe_tokens(backbone, self._device)
+            return try_rows(backbone, lambda inputs: self._root(self._placed_model.hidden, inputs), probe, packing=packing)
+
+    def _let_go(self) -> None:
+        del self._placed_model, self._root
 
     @torch.no_grad()
     def values(self, batch: Batch) -> list[npt.NDArray[np.float32]]:
@@ -53,23 +45,30 @@ class ValueEngine(Replica):
 
         The state before token t is the prompt and the t tokens of the response before it, so the number comes from the same position
         that predicts token t: the first from the last token of the prompt, none from the last token of the response."""
-        return by_row(batch, self._micro_batch_tokens, self._device, self._forward)
+        self.wake()
+        return self._passes.by_row(batch, self._forward)
 
     def update(self, batch: Batch, loss_fn: ValueLossFunction, *, metrics: Metrics) -> None:
-        """One optimizer step on one mini-batch, of which `batch` holds this worker's rows (possibly none).
+        """One optimizer step on one mini-batch, of which `batch` holds this rank's rows (possibly none).
 
         Reads prompt_ids, response_ids, values (as the step began), returns and token_weight, and response_mask where there is one.
         Steps are left out and counted as those of `TrainEngine.update`, under `critic/...`."""
-        self._accumulate(batch, partial(self._rows_loss, loss_fn=loss_fn, metrics=metrics))
+        self._accumulate(batch, partial(self._rows_loss, loss_fn), metrics)
         self._apply(metrics, "critic")
 
     def compute_gradients(self, batch: Batch, loss_fn: ValueLossFunction, *, metrics: Metrics) -> dict[str, torch.Tensor]:
-        """Gradient of the mini-batch over all workers by parameter name, before clipping, as copies; nothing is changed."""
-        self._accumulate(batch, partial(self._rows_loss, loss_fn=loss_fn, metrics=metrics))
-        return self._gradient_copies()
+        """Gradient of the mini-batch over all ranks by parameter name, before clipping, as whole copies; nothing is changed."""
+        self._accumulate(batch, partial(self._rows_loss, loss_fn), metrics)
+        return self._whole_gradients()
 
-    def _rows_loss(self, rows: Batch, *, loss_fn: ValueLossFunction, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
-        micro = MicroBatch.of(rows, self._device)
+    def load_backbone(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the body of a language model with these weights (`TrainEngine.named_weights`), for instance after its supervised
+        warm start; the head stays. Raises ValueError, and changes nothing, when names or shapes do not fit."""
+        prefix = cast(ValueModel, self.model).prefix
+        body = {f"backbone.{name.removeprefix(prefix)}": weight for name, weight in given if name.startswith(prefix)}
+        self.load_weights(body, keep="head.")
+
+    def _rows_loss(self, loss_fn: ValueLossFunction, rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = ValueBatch(
             values=self._forward(micro),
             old_values=on_device(rows, "values", self._device),
@@ -80,6 +79,6 @@ class ValueEngine(Replica):
         return loss_fn(tokens, metrics), tokens.weights
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
-        with torch.autocast(self._device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32):
-            found: torch.Tensor = self.value_model(micro.input_ids, micro.positions)
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast != torch.float32):
+            found: torch.Tensor = self._root(partial(self._placed_model, micro.positions, **micro.inputs))
         return found

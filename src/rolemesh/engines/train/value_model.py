@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rolemesh.config.model_files import model_files
 from rolemesh.config.schema import ModelConfig
-from rolemesh.engines.train.forward import last_hidden, probe_tokens
-from rolemesh.engines.train.weights import copy_weights
+from rolemesh.engines.train.forward import last_hidden
+from rolemesh.engines.train.probe import probe_tokens
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_config, load_model
 from rolemesh.models.load import LOAD_ERRORS
@@ -31,17 +30,15 @@ class ValueModel(nn.Module):
         """`prefix` is the name of the body inside the language model that it belongs to, such as `model`."""
         super().__init__()
         self.backbone, self.head = backbone, head
-        self._prefix = f"{prefix}."
+        self.prefix = f"{prefix}."
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Values [T], float32, of the states that end with the tokens at `positions` [T] of the flattened `input_ids` [B, W]."""
-        hidden = last_hidden(self.backbone, input_ids).flatten(0, 1)[positions]
-        return cast(Tensor, self.head(hidden)).squeeze(-1).float()
+    def forward(self, positions: Tensor, **inputs: Any) -> Tensor:
+        """Values [T], float32, of the states that end with the tokens at `positions` [T] of the flattened inputs."""
+        hidden = self.hidden(inputs).flatten(0, 1)[positions]
+        return cast(Tensor, self.head(hidden)).float().sum(dim=-1)  # the sum of one: no view
 
-    def load_backbone(self, given: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the body of a language model with these weights (`TrainEngine.named_weights`), for instance after its supervised
-        warm start; the head stays. Raises ValueError, and changes nothing, when names or shapes do not fit."""
-        copy_weights(self.backbone, ((name.removeprefix(self._prefix), weight) for name, weight in given if name.startswith(self._prefix)))
+    def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        return last_hidden(self.backbone, inputs)
 
     @classmethod
     def of_causal(cls, model: nn.Module, *, seed: int) -> ValueModel:
@@ -49,7 +46,7 @@ class ValueModel(nn.Module):
         backbone, prefix = _body(model)
         probe = probe_tokens(backbone, next(backbone.parameters()).device)
         with torch.no_grad():
-            width = last_hidden(backbone, probe).shape[-1]
+            width = last_hidden(backbone, {"input_ids": probe}).shape[-1]
             head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")  # its own start would draw from the caller's random state
             head.weight.normal_(std=HEAD_SCALE / math.sqrt(head.in_features), generator=torch.Generator().manual_seed(seed))
             head.bias.zero_()

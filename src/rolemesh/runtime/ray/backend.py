@@ -32,11 +32,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
-from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
-from rolemesh.runtime.ray.nodes import NODE_LABEL, find_inventory, probe_nodes, request_nodes
+from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
 from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
@@ -76,8 +76,8 @@ class RayBackend:
     ) -> None:
         self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
         self._lifetime = "detached" if detached else None
-        self._kept = False
-        """Something was detached: it lives on when this process leaves."""
+        self._kept: set[str] = set()
+        """What was detached, pools and stores: it lives on when this process leaves."""
         if detached and run is None:
             raise ConfigError.one("run", "is needed for what is detached", "none", "Name it; whoever takes over gives the same name")
         self._cluster = RayCluster(
@@ -116,6 +116,7 @@ class RayBackend:
     async def start_store(self, run: str, deadline: float, node: NodeInfo | None = None) -> RayStoreLink:
         link = RayStoreLink(run, node, lifetime=self._lifetime)
         self._stores.append(link)
+        self._kept.discard(run)
         await link.start(deadline)
         return link
 
@@ -147,15 +148,16 @@ class RayBackend:
         await request_nodes(wanted)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        alive = {info.labels.get(NODE_LABEL): info.name for info in (await find_inventory()).nodes}
-        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].labels.get(NODE_LABEL) not in alive]
+        alive = {info.labels.get(NODE_ID): info.name for info in (await find_inventory()).nodes}
+        gone = [nodes[bundle.node].name for bundle in bundles if nodes[bundle.node].labels.get(NODE_ID) not in alive]
         if gone:
             known = ", ".join(alive.values())
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
         pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
+        self._kept.discard(name)
         for node in sorted({bundle.node for bundle in bundles}):
             reserved, homes = pool.layout(node)
-            selector = [{NODE_LABEL: nodes[node].labels[NODE_LABEL]}] * len(reserved)
+            selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(reserved)
             pool.groups[node] = placement_group(
                 reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
             )
@@ -182,7 +184,7 @@ class RayBackend:
         touched = {bundle.node for bundle in bundles}
         for node in touched:
             shares, homes = pool.layout(node)
-            standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_LABEL], shares)), None)
+            standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_ID], shares)), None)
             if standing is not None:
                 pool.groups[node] = standing
                 pool.homes.update(homes)
@@ -190,7 +192,7 @@ class RayBackend:
             _remove(there)
             return None
         self._pools[name] = pool
-        self._kept = False
+        self._kept.discard(name)
         found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
         return [process for process in found if process is not None]
 
@@ -207,7 +209,7 @@ class RayBackend:
         return Process(spec=spec, node=node, address=address, pid=pid, created=created, handle=newest)
 
     def detach(self, name: str) -> None:
-        self._kept = True
+        self._kept.add(name)
         self._pools.pop(name, None)
         self._stores = [store for store in self._stores if store.run != name]
 

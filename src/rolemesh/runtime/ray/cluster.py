@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import (
     enable_token_auth_by_default,
@@ -34,7 +34,8 @@ from rolemesh.runtime.ray.waiting import first_lines
 HEAD = str(Path(__file__).with_name("head.py"))
 HEAD_SECONDS = 180.0
 JOIN_SECONDS = 60.0
-LISTEN_SECONDS = 10.0
+GREET_SECONDS = 10.0
+CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 UNDISTURBED = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_process_group_cleanup_enabled": "false"}
 """Ray kills the direct children of a worker at once, also those that remove its shared memory. The janitor does it after a moment."""
 
@@ -126,8 +127,7 @@ def join(address: str, **options: Any) -> None:
     `ray.init` runs whole, in a thread of its own, where Ray leaves signal handlers alone: cut short by an exception of one it crashes as
     the process ends. A first SIGINT or SIGTERM meanwhile becomes KeyboardInterrupt afterwards; a second one does at once.
     """
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # Ray does so for `auto` alone; one without tokens does not mind
-    _check_that_somebody_listens(address)
+    _greet(address)
     joined: Future[None] = Future()
     with _remembered_signals() as received:
         threading.Thread(target=_init, args=(address, options, joined), daemon=True, name="rolemesh-ray").start()
@@ -158,16 +158,24 @@ def _remembered_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _check_that_somebody_listens(address: str) -> None:
-    """`ray.init` would try for minutes."""
-    host, _, port = address.rpartition(":")
+def _greet(address: str) -> None:
+    """Ask the head whether it is one and whether it wants tokens, which are used then. `ray.init` would try for minutes where there is
+    none, uses no tokens for an address unless told so, and workers of a cluster without them cannot talk to a driver that does."""
     if address == "auto":
         return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), LISTEN_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
+    code = None
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(CHECK_ALIVE)(b"", timeout=GREET_SECONDS)
+        except grpc.RpcError as error:
+            code = error.code()
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            remedy = "Copy ~/.ray/auth_token of its head, or set RAY_AUTH_TOKEN; RAY_AUTH_MODE must be unset or `token`"
+            raise RolemeshError(text=f"the Ray cluster at {address} wants a token, and there is none here. {remedy}")
+    elif code is not None:
         remedy = "Check cluster.address, and that Ray runs there (`ray start --head`; its port is 6379 unless told otherwise)"
-        raise RolemeshError(text=f"there is no Ray cluster at {address}: {type(error).__name__}: {error}. {remedy}") from error
+        raise RolemeshError(text=f"there is no Ray cluster at {address}: {code.name}. {remedy}")
 
 
 def _init(address: str, options: dict[str, Any], joined: Future[None]) -> None:

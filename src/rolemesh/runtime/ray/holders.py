@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import ray
 from ray.core.generated import gcs_pb2
 
 from rolemesh.plan.ledger import amounts_text
+from rolemesh.runtime.janitor_process import RUN
 
 SLACK = 1e-3
 """Ray counts in parts of 1/10000, so three thirds are a little less than one."""
@@ -43,16 +45,16 @@ def find_holders() -> Holdings:
     tables = ray._private.state.state._connect_and_get_accessor()
     groups = [gcs_pb2.PlacementGroupTableData.FromString(raw) for raw in tables.get_placement_group_table()]
     actors = [gcs_pb2.ActorTableData.FromString(raw) for raw in tables.get_actor_table(None, None)]
-    found, pending = Holdings(), []
+    found, pending, driven = Holdings(), [], driven_runs()
     for group in groups:
         if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
             for bundle in group.bundles:
-                found.parts.setdefault(bundle.node_id.hex(), []).append((_holder(group), _sorted(bundle.unit_resources)))
+                found.parts.setdefault(bundle.node_id.hex(), []).append((_holder(group, driven), _sorted(bundle.unit_resources)))
         elif group.state != gcs_pb2.PlacementGroupTableData.REMOVED:
             wanted: dict[str, float] = {}
             for bundle in group.bundles:
                 wanted |= {name: wanted.get(name, 0) + amount for name, amount in bundle.unit_resources.items()}
-            pending.append(f"{_holder(group)} waits for {amounts_text(_sorted(wanted))}")
+            pending.append(f"{_holder(group, driven)} waits for {amounts_text(_sorted(wanted))}")
     for actor in actors:
         if actor.state == gcs_pb2.ActorTableData.ALIVE and not actor.placement_group_id and actor.required_resources:
             name = actor.name or actor.class_name
@@ -61,15 +63,24 @@ def find_holders() -> Holdings:
     return found
 
 
+def driven_runs() -> set[str]:
+    """Runs that have a driver now, wherever: drivers give their jobs the mark of the run for all workers. Blocks."""
+    tables = ray._private.state.state._connect_and_get_accessor()
+    raws = tables.get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+    jobs = [job for raw in raws if not (job := gcs_pb2.JobTableData.FromString(raw)).is_dead]
+    environments = [json.loads(job.config.runtime_env_info.serialized_runtime_env or "{}") for job in jobs]
+    return {run for environment in environments if (run := environment.get("env_vars", {}).get(RUN))}
+
+
 def _sorted(amounts: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(amounts.items()))
 
 
-def _holder(group: gcs_pb2.PlacementGroupTableData) -> str:
+def _holder(group: gcs_pb2.PlacementGroupTableData, driven: Collection[str]) -> str:
     """The pools of a run are called RUN/POOL, their groups RUN/POOL@NODE."""
     name = group.name.rpartition("@")[0] or group.name or f"placement group {group.placement_group_id.hex()[:8]}"
-    if group.is_detached and group.creator_job_dead:
-        run = name.partition("/")[0]
+    run = name.partition("/")[0]
+    if group.is_detached and group.creator_job_dead and run not in driven:  # whom another driver may have taken over
         return f"{name} (left by run {run}, which has no driver any more; `rolemesh clean {run}` frees it)"
     return name
 

@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.plan.inventory import look_around, node_order_key
 from rolemesh.plan.ledger import DEVICES
-from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.runtime.calls import together
 from rolemesh.runtime.ray.holders import SLACK, Holdings, find_holders, whole_devices
 from rolemesh.runtime.ray.waiting import import_failure, plain, within
 
 NODES_SECONDS = 30.0
-NODE_LABEL = "ray.io/node-id"
+
 ACCELERATOR = "accelerator_type:"
 TRACE = 0.001
 """Of the mark of an accelerator type that a request carries, so that a node with the mark serves any number of them."""
@@ -89,7 +89,7 @@ async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: fl
 
     async def probe(index: int) -> None:
         node = inventory.nodes[index]
-        here = NodeAffinitySchedulingStrategy(node.labels[NODE_LABEL], soft=False)
+        here = NodeAffinitySchedulingStrategy(node.labels[NODE_ID], soft=False)
         try:
             sight: NodeInfo = await plain(look.options(scheduling_strategy=here).remote())
         except RayError as error:

@@ -10,9 +10,8 @@ from ray.util.placement_group import PlacementGroup
 
 from rolemesh.errors import Problem
 from rolemesh.plan.ledger import DEVICES, amounts_text
-from rolemesh.plan.schema import Inventory, NodeInfo
+from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle
-from rolemesh.runtime.ray.nodes import NODE_LABEL
 
 RESOLUTION = 10_000
 """Ray counts in parts of this and rounds: six times 1/6 would be more than one device."""
@@ -75,7 +74,7 @@ def reservations(bundles: Sequence[Bundle]) -> tuple[list[dict[str, float]], lis
 
 def shortage(name: str, pool: ReservedPool, waiting: Sequence[int], now: Inventory) -> list[Problem]:
     """What the nodes lack on which a pool found no room: wanted, free, and who holds the rest."""
-    nodes = {node.labels.get(NODE_LABEL): node for node in now.nodes}
+    nodes = {node.labels.get(NODE_ID): node for node in now.nodes}
     problems = []
     for index in waiting:
         wanted: dict[str, float] = {}
@@ -83,7 +82,7 @@ def shortage(name: str, pool: ReservedPool, waiting: Sequence[int], now: Invento
             if bundle.node == index:
                 for resource, amount in {"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources}.items():
                     wanted[resource] = wanted.get(resource, 0) + amount
-        node = nodes.get(pool.nodes[index].labels.get(NODE_LABEL))
+        node = nodes.get(pool.nodes[index].labels.get(NODE_ID))
         problems.append(
             Problem(
                 subject=f"pool {name} on node {pool.nodes[index].name}",

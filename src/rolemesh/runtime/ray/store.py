@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psutil
@@ -15,11 +16,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
-from rolemesh.plan.schema import NodeInfo
+from rolemesh.plan.schema import NODE_ID, NodeInfo
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
-from rolemesh.runtime.ray.nodes import NODE_LABEL
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, named
 
 T = TypeVar("T")
@@ -38,9 +38,9 @@ class RayStore:
         self._life = incarnation
         self._server = KvServer(incarnation)
 
-    async def who(self) -> tuple[int, tuple[int, float]]:
-        """(life, (pid, when this process started))."""
-        return self._life, (os.getpid(), psutil.Process().create_time())
+    async def who(self) -> tuple[int, str, tuple[int, float]]:
+        """(life, address, (pid, when this process started))."""
+        return self._life, ray.util.get_node_ip_address(), (os.getpid(), psutil.Process().create_time())
 
     async def stop(self) -> None:
         """Before it is ended: whoever waits is told."""
@@ -59,6 +59,7 @@ class RayStoreLink:
         self._owned: Any = None
         """Where it was started: Ray ends an actor when the first handle to it is gone."""
         self._process: tuple[int, float] | None = None
+        """Its process, if that is on this machine."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayStoreLink, (self.run,)
@@ -104,12 +105,13 @@ class RayStoreLink:
 
     async def start(self, deadline: float) -> None:
         """Take over the store that a controller before has left, or start one."""
-        left = await asyncio.to_thread(find_actor, self._name) if self._lifetime else None
+        left = None
+        with suppress(StoreGone):
+            left = await self._find() if self._lifetime else None
         if left is not None:
             try:
                 async with asyncio.timeout(LOOKUP_SECONDS):
-                    self._life, self._process = await left.who.remote()
-                self._owned = left
+                    await self._own(left)
                 return
             except (RayError, TimeoutError):
                 ray.kill(left, no_restart=True)
@@ -120,7 +122,7 @@ class RayStoreLink:
         clock = time.time_ns() // 1_000_000 if self._lifetime else 0  # higher than any before, whoever started that
         self._life = max(self._life + 1, clock)
         ends = time.monotonic() + deadline
-        node = self._node.labels[NODE_LABEL] if self._node is not None else ray.get_runtime_context().get_node_id()
+        node = self._node.labels[NODE_ID] if self._node is not None else ray.get_runtime_context().get_node_id()
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         store = RayStore.options(  # type: ignore[attr-defined]
             name=self._name, namespace=NAMESPACE, lifetime=self._lifetime, scheduling_strategy=here
@@ -128,13 +130,15 @@ class RayStoreLink:
         try:
             self._owned = self._actor = await named(lambda: store.remote(self._life), ends)
             async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
-                _, process = await self._owned.who.remote()
-            if self._node is None or self._node.address == ray.util.get_node_ip_address():
-                self._process = process
+                await self._own(self._owned)
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the store of {self.run} to start", seconds=deadline) from error
+
+    async def _own(self, actor: Any) -> None:
+        self._life, address, process = await actor.who.remote()
+        self._owned, self._process = actor, process if address == ray.util.get_node_ip_address() else None
 
     async def stop(self) -> None:
         """On this machine its process is ended even if it does not answer."""

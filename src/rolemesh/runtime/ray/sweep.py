@@ -1,37 +1,57 @@
 """What runs have in a Ray cluster under their names, and freeing it: for `rolemesh clean`, and for a janitor whose run has lost its driver
-(`python -m rolemesh.runtime.ray.sweep ADDRESS RUN`)."""
+(`python -m rolemesh.runtime.ray.sweep ADDRESS RUN orphaned`; without the last word it is freed even if it has a driver)."""
 
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import ray
 
+from rolemesh.runtime.janitor_process import DRIVEN
 from rolemesh.runtime.ray.cluster import join
+from rolemesh.runtime.ray.holders import driven_runs
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, find_group
 
 
-def standing(address: str) -> dict[str, tuple[list[str], list[str]]]:
-    """Names of actors and of placement groups by run. Stays in the cluster."""
+class Standing(NamedTuple):
+    """What a run has in a cluster: names of actors and of placement groups, and whether it has a driver, wherever that is."""
+
+    actors: list[str]
+    groups: list[str]
+    driven: bool
+
+
+def standing(address: str) -> dict[str, Standing]:
+    """By run. Stays in the cluster."""
     if not ray.is_initialized():
         join(address)
     actors = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == NAMESPACE]
     groups = [row["name"] for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
-    runs = {name.partition("/")[0] for name in actors + groups if "/" in name}
-    return {run: tuple([name for name in names if name.startswith(f"{run}/")] for names in (actors, groups)) for run in sorted(runs)}  # type: ignore[misc]
+    driven = driven_runs()
+    runs = {name.partition("/")[0] for name in actors + groups if "/" in name} | driven
+    return {run: Standing(_of(run, actors), _of(run, groups), run in driven) for run in sorted(runs)}
 
 
-def sweep(address: str, run: str) -> None:
-    """Kill the actors of a run and give its places back."""
-    actors, groups = standing(address).get(run, ([], []))
+def _of(run: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{run}/")]
+
+
+def sweep(address: str, run: str, *, orphaned: bool = False) -> bool:
+    """Kill the actors of a run and give its places back. False, and nothing done, if it is to be `orphaned` and has a driver."""
+    actors, groups, driven = standing(address).get(run, Standing([], [], False))
+    if orphaned and driven:
+        return False
     for name in actors:
         if (actor := find_actor(name)) is not None:
             ray.kill(actor, no_restart=True)
     for name in groups:
         if (group := find_group(name)) is not None:
             ray.util.remove_placement_group(group)
+    return True
 
 
 if __name__ == "__main__":
-    sweep(*sys.argv[1:])
+    swept = sweep(*sys.argv[1:3], orphaned=len(sys.argv) > 3)
     ray.shutdown()
+    sys.exit(0 if swept else DRIVEN)
