@@ -40,10 +40,12 @@ class Side:
         self.writers, self.readers = group(), group()
         self.tokens = 0
 
-    def no_op(self) -> float:
+    def no_op(self, times: int) -> float:
+        """Of one call."""
         began = time.perf_counter()
-        self.writers.no_op()
-        return time.perf_counter() - began
+        for _ in range(times):
+            self.writers.no_op()
+        return (time.perf_counter() - began) / times
 
     def hand_over(self, tokens: int, serialization: str) -> float:
         """Two workers write two columns of so many tokens a row, two others read them. `serialization`: numpy, or verl's own default."""
