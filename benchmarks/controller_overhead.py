@@ -90,6 +90,10 @@ class Columns(Worker):
     def write(self, batch: Batch) -> Batch:
         return self.made
 
+    @register(dispatch="data_parallel", reads=("prompt_ids",), writes=("response_length",))
+    def count(self, batch: Batch) -> Batch:
+        raise NotImplementedError("a fake process answers without running it")
+
     @register(dispatch="data_parallel", reads=("response_ids", "rollout_logprobs"))
     def read(self, batch: Batch) -> float:
         return touch(batch.table)
@@ -272,12 +276,11 @@ class Fakes(LocalBackend):
         self._asked: list[tuple[asyncio.Future[Reply], Reply]] = []
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] = asyncio.Future()
         if not self._asked:
-            loop.call_soon(self._answer)
-        reply: asyncio.Future[Reply] = loop.create_future()
+            reply.get_loop().call_soon(self._answer)
         self._asked.append((reply, self.answers[process.spec.bundle]))
-        return Pending(process=process, call=call, reply=reply, blocks=(reply, None))
+        return Pending(process, call, reply, (reply, None))
 
     def _answer(self) -> None:
         for reply, answer in self._asked:
@@ -298,7 +301,7 @@ async def dispatch(rounds: int) -> list[float]:
         backend.answers[rank] = Reply(metas=(block_meta(written), None))
 
     async def call() -> None:
-        written = await group.write(batch)
+        written = await group.count(batch)
         assert len(written) == FAKE_ROWS
 
     return (await interleaved_async({"rolemesh": call}, rounds, warmups=3))["rolemesh"]

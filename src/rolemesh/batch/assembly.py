@@ -38,18 +38,16 @@ class Assembly(NamedTuple):
 
 def assembly_of(ids: Ints, layers: Sequence[Layer], columns: tuple[str, ...]) -> tuple[list[Any], Assembly]:
     """(distinct refs, assembly) of the given layers, which together hold `columns`."""
-    rows = {block.ref: block.rows for layer in layers for block in layer.blocks}
-    number = {ref: position for position, ref in enumerate(rows)}
-    pieces = [
-        Piece(
-            columns=layer.columns,
-            objects=tuple([number[block.ref] for block in layer.blocks]),
-            block_of_row=layer.block_of_row,
-            row_in_block=layer.row_in_block,
-        )
-        for layer in layers
-    ]
-    return list(rows), Assembly(ids=ids, columns=columns, object_rows=tuple(rows.values()), pieces=tuple(pieces))
+    rows: dict[Any, int] = {}
+    number: dict[Any, int] = {}
+    pieces = []
+    for layer in layers:
+        objects = []
+        for block in layer.blocks:
+            rows[block.ref] = block.rows
+            objects.append(number.setdefault(block.ref, len(number)))
+        pieces.append(Piece(layer.columns, tuple(objects), layer.block_of_row, layer.row_in_block))
+    return list(rows), Assembly(ids, columns, tuple(rows.values()), tuple(pieces))
 
 
 def assemble(assembly: Assembly, objects: Sequence[Batch | pa.Table]) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -49,15 +49,14 @@ class Layer(NamedTuple):
         sealed = {name: read_only(lengths) for name, lengths in tokens.items()}
         return cls(columns, tuple(distinct.values()), read_only(np.repeat(of_object, rows)), read_only(row_in_block), sealed)
 
-    def keep(self, names: Iterable[str]) -> Self | None:
+    def keep(self, names: Set[str]) -> Self | None:
         """The layer with these of its columns; None when none is left."""
-        kept = self.columns.keys() & names
-        if len(kept) == len(self.columns):
+        if self.columns.keys() <= names:
             return self
-        if not kept:
+        columns = {name: kind for name, kind in self.columns.items() if name in names}
+        if not columns:
             return None
-        columns = {name: kind for name, kind in self.columns.items() if name in kept}
-        tokens = {name: lengths for name, lengths in self.tokens.items() if name in kept}
+        tokens = {name: lengths for name, lengths in self.tokens.items() if name in names}
         return type(self)(columns, self.blocks, self.block_of_row, self.row_in_block, tokens)
 
     def take(self, indices: Ints) -> Self:
@@ -132,6 +131,6 @@ def common_groups(parts: Sequence[Sequence[Layer]]) -> list[list[Layer]]:
         for name in layer.columns:
             groups.setdefault(tuple(homes[name] for homes in home), []).append(name)
     return [
-        [kept for layers, position in zip(parts, where, strict=True) if (kept := layers[position].keep(names)) is not None]
+        [kept for layers, position in zip(parts, where, strict=True) if (kept := layers[position].keep(set(names))) is not None]
         for where, names in groups.items()
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -137,9 +138,13 @@ class BatchRef:
 
     def select(self, names: Iterable[str]) -> Self:
         """These columns; the ids always stay. Raises BatchError naming missing columns and the roles that write them."""
-        wanted = list(names)
+        wanted = set(names)
         self._require(wanted)
         return type(self)(self.ids, tuple(kept for layer in self.layers if (kept := layer.keep(wanted)) is not None))
+
+    def reading(self, reads: Iterable[str]) -> Self:
+        """What a worker gets that reads these columns: a declared optional column is left out where this batch has none."""
+        return self.select(readable(reads, self._kinds()))
 
     def drop(self, names: Iterable[str]) -> Self:
         """All columns but these. Raises BatchError for a missing column and for an id."""
@@ -222,11 +227,8 @@ class BatchRef:
 
         Only objects that hold such a column are among the refs, each once. Ids come from here and need not be asked for, and a declared
         optional column is left out where this batch has none. Raises BatchError naming missing columns and the roles that write them."""
-        kinds = self._kinds()
-        wanted = readable(reads, kinds)
-        if not kinds.keys() >= set(wanted):
-            self._require(wanted)
-        return assembly_of(self.ids, [kept for layer in self.layers if (kept := layer.keep(wanted)) is not None], wanted)
+        wanted, others = _wanted(tuple(reads), tuple([name for layer in self.layers for name in layer.columns]))
+        return assembly_of(self.ids, self.select(wanted).layers if others else self.layers, wanted)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
@@ -250,3 +252,12 @@ class BatchRef:
         missing = [name for name in names if name not in present]
         if missing:
             raise missing_columns(missing, present)
+
+
+@lru_cache(maxsize=256)  # all parts of a batch have the same columns
+def _wanted(reads: tuple[str, ...], present: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """What a worker gets that reads these, and whether others are present. Raises BatchError for missing columns."""
+    wanted = readable(reads, present)
+    if missing := [name for name in wanted if name not in present]:
+        raise missing_columns(missing, (*ID, *present))
+    return wanted, len(wanted) < len(present)

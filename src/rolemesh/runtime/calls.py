@@ -47,28 +47,28 @@ class CallRecord:
 def answer_of(rank: int, reply: Reply, pending: Pending, registered: Settled) -> Answer:
     value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
     written = [(ref, meta) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
-    return Answer(rank=rank, value=value, written=written)
+    return Answer(rank, value, written)
 
 
 def failed(reply: asyncio.Future[Reply]) -> bool:
     return reply.cancelled() or reply.exception() is not None or reply.result().failure is not None
 
 
-async def all_or_first_failure(replies: Sequence[asyncio.Future[Reply]]) -> None:
-    """Unlike `asyncio.wait` this wakes up once for all, and looks at the exceptions of calls that nobody waits for any more, which
-    asyncio would report as lost."""
+async def all_well(replies: Sequence[asyncio.Future[Reply]]) -> bool:
+    """Wait for all, or for the first that failed. Unlike `asyncio.wait` this wakes up once, and looks at the exceptions of calls that
+    nobody waits for any more, which asyncio would report as lost."""
     left, over = len(replies), asyncio.get_running_loop().create_future()
 
     def look(reply: asyncio.Future[Reply]) -> None:
         nonlocal left
         left -= 1
-        if (failed(reply) or not left) and not over.done():
-            over.set_result(None)
+        well = not failed(reply)
+        if not (well and left) and not over.done():
+            over.set_result(well)
 
     for reply in replies:
         reply.add_done_callback(look)
-    if replies:
-        await over
+    return not replies or bool(await over)
 
 
 def first_cause(called: Called, group: str, method: str) -> RolemeshError:

@@ -40,6 +40,8 @@ class Request:
     batch: BatchRef | None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reads: Sequence[str] | None = None
+    """Columns that the method reads: no others need to be split. None where that is not known."""
 
 
 class Share(NamedTuple):
@@ -109,7 +111,7 @@ def split_one_each(topology: Topology, request: Request) -> list[Share | None]:
 
 
 def _sharded(topology: Topology, request: Request, parts: Sequence[BatchRef]) -> list[Share | None]:
-    shares = [Share(batch=part, args=request.args, kwargs=request.kwargs) for part in parts]
+    shares = [Share(part, request.args, request.kwargs) for part in parts]
     return [shares[rank // topology.tensor_parallel] for rank in range(topology.world_size)]
 
 
@@ -119,14 +121,19 @@ def _batch(request: Request) -> BatchRef:
     return request.batch
 
 
+def _read(request: Request) -> BatchRef:
+    batch = _batch(request)
+    return batch if request.reads is None else batch.reading(request.reads)
+
+
 def split_rows(topology: Topology, request: Request) -> list[Share | None]:
     """Rows in order, counts as equal as can be (10 over 4: 3, 3, 2, 2); a rank may get none."""
-    return _sharded(topology, request, _batch(request).split_rows(topology.data_parallel))
+    return _sharded(topology, request, _read(request).split_rows(topology.data_parallel))
 
 
 def split_balanced(topology: Topology, request: Request) -> list[Share | None]:
     """Rows balanced by tokens."""
-    return _sharded(topology, request, _batch(request).split_tokens(topology.data_parallel))
+    return _sharded(topology, request, _read(request).split_tokens(topology.data_parallel, _batch(request).token_counts))
 
 
 def collect_all(topology: Topology, request: Request, answers: Sequence[Answer]) -> Any:

@@ -25,7 +25,7 @@ from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.calls import Called, CallRecord, all_or_first_failure, answer_of, failed, first_cause, named, tell, together
+from rolemesh.runtime.calls import Called, CallRecord, all_well, answer_of, failed, first_cause, named, tell, together
 from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
@@ -237,7 +237,7 @@ class WorkerGroup:
         batch, rest = (args[0], args[1:]) if args and isinstance(args[0], BatchRef) else (None, args)
         chosen = self._chosen(ranks, method, batch)
         topology = Topology(world_size=len(chosen), tensor_parallel=self.tensor_parallel)
-        request = Request(method=method, batch=batch, args=rest, kwargs=kwargs)
+        request = Request(method=method, batch=batch, args=rest, kwargs=kwargs, reads=registered.reads)
         split = zip(chosen, registered.dispatch.split(topology, request), strict=True)
         shares = {rank: share for rank, share in split if share is not None}
         if self._communicates and not self._joined and len(shares) == self.world_size and method not in LIFE:
@@ -275,18 +275,8 @@ class WorkerGroup:
         if share.batch is not None:
             refs, assembly = share.batch.assembly(registered.reads)
         args, kwargs, stored = take_out(share.args, share.kwargs, len(refs))
-        call = Call(
-            id=identity,
-            epoch=self.epoch,
-            generation=self.generation,
-            group=self.name,
-            method=method,
-            args=args,
-            kwargs=kwargs,
-            assembly=assembly,
-            batch_blocks=len(refs),
-            writes=bool(registered.writes) or registered.stores,
-        )
+        writes = bool(registered.writes) or registered.stores
+        call = Call(identity, self.epoch, self.generation, self.name, method, args, kwargs, assembly, len(refs), writes)
         return call, [*refs, *stored]
 
     def _record(self, identity: str, method: str, started: float, called: Called, replies: Mapping[int, Reply]) -> None:
@@ -312,7 +302,8 @@ class WorkerGroup:
         """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline):
-                await all_or_first_failure([pending.reply for pending in called.values()])
+                if await all_well([pending.reply for pending in called.values()]):
+                    return {rank: pending.reply.result() for rank, pending in called.items()}
         late = {rank: pending.reply for rank, pending in called.items() if not pending.reply.done()}
         if any(failed(pending.reply) for rank, pending in called.items() if rank not in late):
             await self._unwind(late.values())
