@@ -379,7 +379,7 @@ def test_two_ranks_sum_over_their_communicator(backend: Backend) -> None:
     backend.run(main())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, id="kill"), pytest.param(signal.SIGSTOP, id="stop", marks=pytest.mark.slow)])
 def test_B04_four_ranks_lose_one_and_form_again(backend: Backend, how: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors' communicators are cut from their control threads, the group re-forms under a new generation, processes stay.
 

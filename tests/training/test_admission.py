@@ -165,13 +165,20 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("name", IMPOSSIBLE)
+OFTEN = 4
+"""How many of them the default suite looks at."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if number < OFTEN else pytest.mark.slow) for number, name in enumerate(IMPOSSIBLE)]
+)
 def test_what_the_cluster_cannot_hold_is_refused_in_seconds(raylets: Any, tmp_path: Path, name: str) -> None:
     overrides, subject, text = IMPOSSIBLE[name]
     found = refused(tmp_path, raylets.address, *overrides)
     assert text in found[subject]
 
 
+@pytest.mark.slow
 def test_A05_counts_of_devices_come_with_the_variable_that_limits_them(
     raylets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +207,7 @@ def check_live_plans(address: str) -> None:
     assert (code, found["problems"][0]["subject"]) == (3, "pool main")
 
 
+@pytest.mark.slow
 def test_who_holds_the_cluster_is_named(raylets: Any, tmp_path: Path) -> None:
     with others(raylets.address, gpus=6, cpus=7):
         gpus = refused(tmp_path, raylets.address, GPU_POOL % 4)["pool main"]
@@ -214,6 +222,7 @@ def test_who_holds_the_cluster_is_named(raylets: Any, tmp_path: Path) -> None:
     settled(raylets.address)
 
 
+@pytest.mark.slow
 def test_what_a_dead_run_has_left_is_named_with_its_remedy(raylets: Any, tmp_path: Path) -> None:
     with others(raylets.address, leftover=True) as end:
         end()
@@ -261,6 +270,7 @@ def test_a_wait_is_told_and_ends_at_once_when_interrupted(raylets: Any, tmp_path
         assert resource_request() == []
 
 
+@pytest.mark.slow
 def test_a_wait_that_ends_says_the_same_and_how_long(raylets: Any, tmp_path: Path) -> None:
     config = small(tmp_path, f"cluster.address={raylets.address}", "pools.main={nodes: [1, 1, 1]}", "cluster.wait=2")
     began, display = time.monotonic(), Quiet()
@@ -296,6 +306,7 @@ def test_I07_a_node_that_arrives_is_used_within_ten_seconds(raylets: Any, tmp_pa
     assert seconds < limit(10)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_nodes_that_others_use_too(raylets: Any, tmp_path: Path) -> None:
     """One rank on each node, where there is room, with store and probe; the other run's program ends meanwhile."""
     with others(raylets.address, gpus=7):

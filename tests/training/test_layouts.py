@@ -163,6 +163,7 @@ def test_a_stale_engine_refuses_to_generate(tmp_path: Path) -> None:
     run_on(backend, main())
 
 
+@pytest.mark.slow
 def test_the_controller_does_not_grow_with_the_batch(tmp_path: Path) -> None:
     """Workers write and read 2 MB, then 200 MB; anonymous and shared memory of the controller stay within 50 MB."""
     config = small(tmp_path, "pools.main.nodes=[2]", "sft=null", "roles.rollout.worker=test_layouts:Writer")
@@ -220,6 +221,7 @@ def cli(tmp_path: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
     return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **options)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
     """Ctrl-C ends the run after its step with exit code 130 and a checkpoint; `--resume` goes on; no process is left."""
     process = cli(tmp_path, "train", "demo", *SMALL, "trainer.steps=2000", "pools.main.nodes=[2]")
@@ -250,6 +252,7 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
     assert json.loads(seen.communicate(timeout=60)[0])["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     config = small(tmp_path, "pools.main.nodes=[2]", "sft=null")
     backend = backend_of(config)
