@@ -133,8 +133,3 @@ class ActorWorker(TrainedWorker):
             return
         weights = dict(self.engine.named_weights())
         save_model(Path(folder) / "model", self.engine.empty_model, load_tokenizer(self.config.model), state_dict=weights)
-
-    @register(dispatch=GATHERED)
-    def state_digest(self) -> dict[str, float]:
-        """Checksums of the weights by name, for checks of equality."""
-        return {name: float(weight.double().sum()) for name, weight in self.engine.named_weights()}

@@ -3,6 +3,7 @@ without any role."""
 
 from rolemesh.protocols.backend import Backend, Bundle, Process
 from rolemesh.protocols.store import KvChange, KvEntry, OpenWait, StoreLink, Waits, WaitStatistic
+from rolemesh.runtime.beside import beside
 from rolemesh.runtime.calls import CallRecord, together
 from rolemesh.runtime.communicator import Communicator, Rendezvous
 from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Share, Topology
@@ -59,6 +60,7 @@ __all__ = [
     "Worker",
     "WorkerContext",
     "WorkerGroup",
+    "beside",
     "create_backend",
     "kept_alive",
     "merge",

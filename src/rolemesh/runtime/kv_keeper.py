@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from rolemesh.errors import RolemeshError
 from rolemesh.protocols.store import StoreGone
+from rolemesh.runtime.beside import beside
 from rolemesh.runtime.kv_store import KvStore
 
 EVERY_SECONDS: Final = 2.0
@@ -17,22 +18,14 @@ SILENCE_SECONDS: Final = 10.0
 RESTART_SECONDS: Final = 60.0
 
 
-@asynccontextmanager
-async def kept_alive(
+def kept_alive(
     store: KvStore, told: Callable[[str], None], *, every: float = EVERY_SECONDS, silence: float = SILENCE_SECONDS
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """Look after the store meanwhile: one that is gone, or silent for `silence` seconds, is replaced by an empty one in a new life.
 
     Only for the client of the process that started the store. `told` hears in a sentence what was found and done.
     """
-    keeper = asyncio.ensure_future(_keep(store, told, every, silence))
-    try:
-        yield
-    finally:
-        keeper.cancel()
-        (ended,) = await asyncio.gather(keeper, return_exceptions=True)
-        if isinstance(ended, Exception):
-            told(f"the KV store of {store.link.run} was not looked after any more: {type(ended).__name__}: {ended}")
+    return beside(_keep(store, told, every, silence), told, f"the KV store of {store.link.run} is not looked after")
 
 
 async def _keep(store: KvStore, told: Callable[[str], None], every: float, silence: float) -> None:

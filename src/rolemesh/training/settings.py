@@ -6,18 +6,17 @@ From then on it is part of the run's config, for a resume too.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from rolemesh.config import check_config, dump_config, load_config
 from rolemesh.errors import ConfigError, DeadlineExceeded, Problem
 from rolemesh.observe import RunDirectory, write_text
 from rolemesh.registry import nearest
-from rolemesh.runtime import KvStore, create_backend
+from rolemesh.runtime import KvStore, beside, create_backend
 from rolemesh.training.run import TrainingRun
 
 CHANGEABLE: Final = (
@@ -79,17 +78,9 @@ async def ask(store: KvStore, overrides: Sequence[str], deadline: float) -> int:
     return int(answer["step"])
 
 
-@asynccontextmanager
-async def followed(run: TrainingRun) -> AsyncIterator[None]:
+def followed(run: TrainingRun) -> AbstractAsyncContextManager[None]:
     """Look at wishes meanwhile."""
-    follower = asyncio.ensure_future(_follow(run))
-    try:
-        yield
-    finally:
-        follower.cancel()
-        (ended,) = await asyncio.gather(follower, return_exceptions=True)
-        if isinstance(ended, Exception):
-            run.recorder.note(f"options could not be changed any more: {type(ended).__name__}: {ended}")
+    return beside(_follow(run), run.recorder.note, "options cannot be changed")
 
 
 async def _follow(run: TrainingRun) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from rolemesh.config.schema import Config
 from rolemesh.observe import RunDirectory
-from rolemesh.runtime import WorkerGroup
+from rolemesh.runtime import WorkerGroup, beside
 from rolemesh.training.run import Progress, TrainingRun
 
 STATUS_SECONDS: Final = 1.0
@@ -20,17 +19,9 @@ SLOW_SECONDS: Final = 60.0
 """A call that takes so long is told of, and again each time it has taken twice as long."""
 
 
-@asynccontextmanager
-async def watched(run: TrainingRun) -> AsyncIterator[None]:
+def watched(run: TrainingRun) -> AbstractAsyncContextManager[None]:
     """Watch over a run meanwhile."""
-    watch = asyncio.ensure_future(_watch(run))
-    try:
-        yield
-    finally:
-        watch.cancel()
-        (ended,) = await asyncio.gather(watch, return_exceptions=True)
-        if isinstance(ended, Exception):
-            run.recorder.note(f"status.json was not kept up to date: {type(ended).__name__}: {ended}")
+    return beside(_watch(run), run.recorder.note, "status.json is not kept up to date")
 
 
 async def _watch(run: TrainingRun) -> None:
