@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import secrets
 import signal
 import sys
@@ -73,12 +73,12 @@ class RayHost:
 
 def flat_call(call: Call) -> Flat:
     """Of a call without arguments only the head, as bytes, which Ray sends as they are; anything else it packs and pickles itself."""
-    return list(call) if call.args or call.kwargs or call.assembly else pickle.dumps(call[: Call._fields.index("args")])
+    return list(call) if call.args or call.kwargs or call.assembly else json.dumps(call[: Call._fields.index("args")]).encode()
 
 
 def whole_call(flat: Flat) -> Call:
     """The inverse."""
-    return Call(*(pickle.loads(flat) if isinstance(flat, bytes) else flat))
+    return Call(*(json.loads(flat) if isinstance(flat, bytes) else flat))
 
 
 def flat_reply(reply: Reply) -> list[Any]:
