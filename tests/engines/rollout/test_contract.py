@@ -197,6 +197,20 @@ def test_answers_that_go_on_over_a_change_of_weights_are_labelled_token_by_token
         assert any(done[id].token_ids != expected[id].token_ids for id in done)
 
 
+def test_sequences_that_go_on_keep_what_was_computed_for_them(make):
+    engine, model = make()
+    requests = make_requests(3, samples=2)
+    engine.load_weights(model.named_parameters(), 0)
+    expected = generate(engine, requests, sampling())
+    engine.add(requests, sampling())
+    for _ in range(4):
+        engine.step()
+    engine.load_weights(model.named_parameters(), 1, in_flight="resume")  # equal weights: nothing may change
+    done = {completion.id: completion for completion in drain(engine)}
+    assert {len(completion.spans) for completion in done.values()} == {1, 2}
+    assert {id: completion.token_ids for id, completion in done.items()} == {id: before.token_ids for id, before in expected.items()}
+
+
 def cut(completion):
     """Where the first span ends."""
     return completion.spans[0].stop
