@@ -15,7 +15,8 @@ from rolemesh.roles.critic import CriticWorker
 from rolemesh.roles.ref import RefWorker
 from rolemesh.roles.reward import RewardWorker
 from rolemesh.roles.rollout import RolloutWorker
-from rolemesh.runtime import Worker
+from rolemesh.roles.rollout_manager import RolloutManager
+from rolemesh.runtime import Worker, WorkerGroup
 from rolemesh.runtime.worker import registered_methods
 
 ROLE_WORKERS: Final[dict[str, type[Worker]]] = {
@@ -25,6 +26,9 @@ ROLE_WORKERS: Final[dict[str, type[Worker]]] = {
     names.REF: RefWorker,
     names.CRITIC: CriticWorker,
 }
+
+ROLE_GROUPS: Final[dict[str, type[WorkerGroup]]] = {names.ROLLOUT: RolloutManager}
+"""What serves a role on the controller where that is more than a plain group."""
 
 REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     names.ACTOR: ("update", "publish", "save", "restore"),
