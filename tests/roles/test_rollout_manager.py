@@ -334,6 +334,44 @@ def test_H15_a_replica_with_much_more_than_the_others_is_told() -> None:
     assert even.metrics().reduce()["rollout/requests/7"] == 8
 
 
+@pytest.mark.parametrize("samples", [1, 4])
+def test_pieces_cost_no_step_of_the_engine(samples: int) -> None:
+    backend = SimulatedBackend()
+    batch = prompts(backend, count=80 // samples, samples=samples)
+    requests = [Request(id=(draw, sample), prompt_ids=[1]) for draw, sample in batch.ids.tolist()]
+    sampling = Sampling(temperature=1.0, max_new_tokens=12, stop_token_ids=(END,), seed=0)
+
+    def engine() -> FakeEngine:
+        made = FakeEngine(None, slots=8, max_prompt_tokens=1, max_response_tokens=12, answer=answer)
+        made.load_weights([], 0)
+        return made
+
+    def run(steps_of: FakeEngine, at_least: int) -> tuple[int, list[tuple[int, int]]]:
+        steps, done = 0, list[tuple[int, int]]()
+        while steps_of.unfinished and len(done) < at_least:
+            done += [completion.id for completion in steps_of.step()]
+            steps += 1
+        return steps, done
+
+    whole, piecewise = engine(), engine()
+    whole.add(requests, sampling)
+    expected, _ = run(whole, len(requests))
+    round_, steps, calls = Round(batch, replicas=1, slots=8, answer=5.0), 0, 0
+    while not round_.done:
+        piecewise.add([requests[row] for row in round_.assign([0])[0]], sampling)
+        more, done = run(piecewise, round_.at_least())
+        round_.take(0, answers_to(done))
+        steps, calls = steps + more, calls + 1
+    assert (steps, calls > 20) == (expected, True)
+
+
+def answers_to(ids: list[tuple[int, int]]) -> BatchRef:
+    rows = Batch.from_columns(
+        {"draw": [draw for draw, _ in ids], "sample": [sample for _, sample in ids], "response_ids": [[1]] * len(ids)}
+    )
+    return BatchRef.from_blocks([("block", block_meta(rows))])
+
+
 def context() -> WorkerContext:
     return WorkerContext(group="rollout", rank=0, world_size=1, local_rank=0, local_world_size=1, node="n", address="127.0.0.1")
 
