@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from rolemesh import models
 from rolemesh.algorithms import ALGORITHMS, check_needs
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
@@ -14,7 +15,6 @@ from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
 from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
-from rolemesh.models import check_weights, load_config, load_tokenizer
 from rolemesh.names import CRITIC
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import RUN_HELPERS, Inventory, Plan, VersionReport, build_plan, check_versions, impossible, with_versions
@@ -78,9 +78,9 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     training, placed = roles is None, _with_roles(config, roles)
     versions = check_versions(config.rollout.engine)
     problems = [*check_config(config, training=training, builtins=_builtin_names()), *versions.problems]
-    readable = _collect(problems, lambda: load_config(config.model)) is not None
-    _collect(problems, lambda: check_weights(config.model))
-    tokenizer = _collect(problems, lambda: load_tokenizer(config.model)) if readable else None
+    readable = _collect(problems, lambda: models.load_config(config.model)) is not None
+    _collect(problems, lambda: models.check_weights(config.model))
+    tokenizer = _collect(problems, lambda: models.load_tokenizer(config.model)) if readable else None
     opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
     sft_prompts = None
     if opened is not None and config.sft is not None and warm_start and training:
@@ -122,9 +122,9 @@ def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | Non
     """The critic's own model must be complete and read the policy's token ids."""
     model = config.model.model_copy(update={"path": config.algorithm.critic_path, "tokenizer": None})
     try:
-        load_config(model)
-        check_weights(model)
-        known = load_tokenizer(model).get_vocab()
+        models.load_config(model)
+        models.check_weights(model)
+        known = models.load_tokenizer(model).get_vocab()
     except ConfigError as error:
         raise ConfigError(problems=[replace(problem, subject="algorithm.critic_path") for problem in error.problems]) from error
     if tokenizer is not None and known != tokenizer.get_vocab():
