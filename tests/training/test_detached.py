@@ -81,9 +81,21 @@ def calls(run: RunDirectory, since: float) -> set[str]:
     return {event["name"] for event in events if event["ph"] == "X" and event["ts"] > since * 1e6}
 
 
-def ready(run: RunDirectory, since: float) -> float:
-    """Seconds until all groups stood ready."""
-    return max(event["time"] for event in read_json_lines(run.events) if event["kind"] == "ready") - since
+def when(run: RunDirectory, since: float, kind: str) -> float:
+    """Seconds until the last event whose kind begins so."""
+    return max(event["time"] for event in read_json_lines(run.events) if event["kind"].startswith(kind)) - since
+
+
+def refused(folder: Path, run: RunDirectory) -> None:
+    """A driver that finds a broken torch takes over all the same, as it needs none for that; then it is refused."""
+    (folder / "broken").mkdir()
+    (folder / "broken" / "torch.py").write_text("raise ImportError('no torch for this driver')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder / "broken"), os.environ.get("PYTHONPATH", ""))))
+        again = train(folder, "--resume", run.name)
+        output, _ = again.communicate(timeout=120)
+    assert "no torch for this driver" in output
+    assert again.returncode != 0
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +126,11 @@ def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(tmp_path: Path, undisturbed: RunDirectory) -> None:
     run, pids = killed_after(tmp_path, 2, train(tmp_path, *demo()))
-    assert all(map(psutil.pid_exists, pids))
+    before, began = run.status.read_text(), time.time()
+    refused(tmp_path, run)
+    assert kinds(run, began, "pool main") == ["attached, 3 of 3 processes live"]
+    assert all(map(psutil.pid_exists, pids)), "who is refused leaves all as it was"
+    assert run.status.read_text() == before
     began = time.time()
     again = train(tmp_path, "--resume", run.name)
     while (
@@ -129,9 +145,10 @@ def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_
     assert not calls(run, began) & {"actor.load", "rollout.load", "reward.load"}, "workers stay as they are"
     assert_same_end(run, undisturbed)
     assert gone(pids), "a run that ends in order frees everything"
-    seconds = ready(run, began)
-    sys.stdout.write(f"attached after {seconds:.1f} s\n")
-    assert seconds < 60, "under 5 s on a machine that does nothing else"
+    times = [when(run, began, kind) for kind in ("attached", "loading", "resumed")]
+    sys.stdout.write("attached after {:.1f} s, loading from {:.1f} s, at the checkpoint after {:.1f} s\n".format(*times))
+    assert times == sorted(times)
+    assert times[-1] < 60, "attached under 5 s on a machine that does nothing else"
 
 
 def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, undisturbed: RunDirectory) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from rolemesh import models
 from rolemesh.algorithms import ALGORITHMS, check_needs
@@ -29,20 +29,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What is to be placed, and needs a plan."""
+
+    config: Config
+    """With the roles and pools alone that will be started."""
+    versions: VersionReport
+
+    @classmethod
+    def of(cls, config: Config, roles: Sequence[str] | None = None) -> Self:
+        """Of these roles of a config, or of all."""
+        return cls(config=_with_roles(config, roles), versions=check_versions(config.rollout.engine))
+
+    def plan_for(self, inventory: Inventory) -> Plan:
+        return with_versions(build_plan(self.config, inventory, helpers=RUN_HELPERS), self.versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What a run starts from once nothing is left to refuse but a place for it."""
 
     config: Config
-    placed: Config
-    """The config with the roles and pools that will be started alone."""
-    versions: VersionReport
+    site: Site
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptMixture
     eval_set: EvalSet
     sft_prompts: PromptMixture | None
-
-    def plan_for(self, inventory: Inventory) -> Plan:
-        return _plan(self.placed, inventory, self.versions)
 
     def with_plan(self, plan: Plan) -> Prepared:
         return Prepared(
@@ -66,7 +78,7 @@ class Prepared:
 def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Prepared:
     """Check everything and place it on machines that this run has to itself. Raises ConfigError or ResourceError, as `check` does."""
     checked = check(config, inventory, warm_start=warm_start, roles=roles)
-    return checked.with_plan(checked.plan_for(inventory))
+    return checked.with_plan(checked.site.plan_for(inventory))
 
 
 def check(config: Config, inventory: Inventory | None, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Checked:
@@ -75,9 +87,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     problems are those that no cluster can solve. `warm_start` off leaves out the data of the `sft` section, where it is not used (any
     more). `roles` names those that will be started, for evaluation or generation: what only training needs is not asked for then, nor
     is room for other roles."""
-    training, placed = roles is None, _with_roles(config, roles)
-    versions = check_versions(config.rollout.engine)
-    problems = [*check_config(config, training=training, builtins=_builtin_names()), *versions.problems]
+    training, site = roles is None, Site.of(config, roles)
+    problems = [*check_config(config, training=training, builtins=_builtin_names()), *site.versions.problems]
     readable = _collect(problems, lambda: models.load_config(config.model)) is not None
     _collect(problems, lambda: models.check_weights(config.model))
     tokenizer = _collect(problems, lambda: models.load_tokenizer(config.model)) if readable else None
@@ -102,20 +113,14 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     places = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
     unplaced: tuple[Problem, ...] = ()
     if places:
-        unplaced = impossible(placed) if inventory is None else _plan(placed, inventory, versions).problems
+        unplaced = impossible(site.config) if inventory is None else site.plan_for(inventory).problems
     if problems:
         raise ConfigError(problems=[*problems, *unplaced])
     if unplaced:
         raise ResourceError(problems=unplaced)
     assert tokenizer is not None
     assert opened is not None
-    return Checked(
-        config=config, placed=placed, versions=versions, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts
-    )
-
-
-def _plan(config: Config, inventory: Inventory, versions: VersionReport) -> Plan:
-    return with_versions(build_plan(config, inventory, helpers=RUN_HELPERS), versions)
+    return Checked(config=config, site=site, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
 
 
 def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
