@@ -22,15 +22,19 @@ def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=150)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["plan", "--nodes", "2x8", "--json"], ["train", "--help"]])
-def test_help_and_plan_load_neither_torch_nor_ray(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["plan"], ["plan", "--nodes", "2x8", "--json"], ["train", "--help"], ["status"], ["status", "light", "--json"]],
+)
+def test_what_starts_nothing_loads_neither_torch_nor_ray(tmp_path: Path, arguments: list[str]) -> None:
+    RunDirectory.create(tmp_path / "runs", "light").write_status({"state": "finished", "pid": 1, "step": 3, "steps": 3, "workers": []})
     code = (
         "import sys\n"
         f"sys.argv = ['rolemesh', *{arguments!r}]\n"
         "from rolemesh.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
+        "heavy = {'torch', 'ray', 'transformers', 'reasoning_gym', 'sympy', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
