@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit codes, messages without traceback, light commands that stay light."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rolemesh.cli.main import main
 from rolemesh.config import load_config
 from rolemesh.observe import RunDirectory
 
@@ -20,6 +22,20 @@ from rolemesh.observe import RunDirectory
 def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rolemesh.cli", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=150)
+
+
+def answered(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has torch already: what is refused before anything starts needs no process of its own."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["rolemesh", *arguments])
+        patch.setattr(sys, "path", list(sys.path))
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +58,7 @@ def test_what_starts_nothing_loads_neither_torch_nor_ray(tmp_path: Path, argumen
 
 
 def test_plan_json_has_the_promised_shape(tmp_path: Path) -> None:
-    done = rolemesh(tmp_path, "plan", "pools.main={nodes: [2, 2], gpus: 1}", "--nodes", "2x2", "--json")
+    done = answered(tmp_path, "plan", "pools.main={nodes: [2, 2], gpus: 1}", "--nodes", "2x2", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert {"pools", "workers", "memory", "problems"} <= set(plan)
@@ -54,7 +70,7 @@ def test_plan_json_has_the_promised_shape(tmp_path: Path) -> None:
 
 def test_an_infeasible_plan_exits_with_3_and_names_pool_and_resource(tmp_path: Path) -> None:
     for command in (["plan"], ["train"]):
-        done = rolemesh(tmp_path, *command, "pools.main.nodes=[4000]")
+        done = answered(tmp_path, *command, "pools.main.nodes=[4000]")
         assert done.returncode == 3, done.stdout + done.stderr
         assert "main" in done.stdout + done.stderr
         assert "CPU" in done.stdout + done.stderr
@@ -75,7 +91,7 @@ def test_all_config_problems_come_in_one_go_with_exit_code_2(tmp_path: Path) -> 
 
 
 def test_an_unknown_key_is_named_with_its_place_and_the_nearest_one(tmp_path: Path) -> None:
-    done = rolemesh(tmp_path, "train", "trainer.step=5")
+    done = answered(tmp_path, "train", "trainer.step=5")
     assert done.returncode == 2
     assert "trainer.step" in done.stderr
     assert "trainer.steps" in done.stderr
@@ -92,7 +108,7 @@ def test_C17_a_tokenizer_without_pad_is_refused_before_anything_starts(tmp_path:
             if path.name == "tokenizer_config.json":
                 text = json.dumps({key: value for key, value in json.loads(text).items() if key != "pad_token"})
             (model / path.name).write_text(text)
-    done = rolemesh(tmp_path, "train", "model.path=model")
+    done = answered(tmp_path, "train", "model.path=model")
     assert done.returncode == 2
     assert "pad" in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -100,18 +116,18 @@ def test_C17_a_tokenizer_without_pad_is_refused_before_anything_starts(tmp_path:
 
 def test_data_that_is_empty_after_filters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": "1 + 1 = " * 200, "answer": "2"}) for _ in range(4)))
-    done = rolemesh(tmp_path, "train", "data.train=data.jsonl", "data.options={}", "data.overlong=drop", "reward=[{name: exact}]")
+    done = answered(tmp_path, "train", "data.train=data.jsonl", "data.options={}", "data.overlong=drop", "reward=[{name: exact}]")
     assert done.returncode == 2, done.stderr
     assert "overlong" in done.stderr
 
 
 def test_init_writes_a_recipe_that_plans_and_refuses_to_overwrite(tmp_path: Path) -> None:
-    done = rolemesh(tmp_path, "init", "mine")
+    done = answered(tmp_path, "init", "mine")
     assert done.returncode == 0
-    assert rolemesh(tmp_path / "mine", "plan", "recipe.yaml").returncode == 0
+    assert answered(tmp_path / "mine", "plan", "recipe.yaml").returncode == 0
     config = load_config(str(tmp_path / "mine" / "recipe.yaml"))
     assert (config.name, [reward.name for reward in config.reward]) == ("mine", ["rewards:score"])
-    again = rolemesh(tmp_path, "init", "mine")
+    again = answered(tmp_path, "init", "mine")
     assert again.returncode == 2
     assert "recipe.yaml" in again.stderr
 
@@ -120,12 +136,12 @@ def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "gone")
     told = {"run": run.name, "state": "running", "pid": 2**22 + 1, "step": 3, "steps": 9, "phase": "step", "workers": []}
     run.write_status(told | {"memory": {"actor": {"weights": 3 * 2**20, "gradients": 2**20, "asleep": 0}}})
-    done = rolemesh(tmp_path, "status", "--json")
+    done = answered(tmp_path, "status", "--json")
     assert json.loads(done.stdout)["state"] == "dead"
-    shown = rolemesh(tmp_path, "status", run.name).stdout
+    shown = answered(tmp_path, "status", run.name).stdout
     assert "step 3 of 9" in shown
     assert "memory of actor: weights 3.0 MiB, gradients 1.0 MiB" in shown
-    assert rolemesh(tmp_path, "status", "nothing").returncode == 2
+    assert answered(tmp_path, "status", "nothing").returncode == 2
 
 
 def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) -> None:
@@ -152,14 +168,14 @@ def test_a_recipe_beside_a_run_is_refused(tmp_path: Path) -> None:
     for command in (["train", "--resume", "mine"], ["eval", "--run", "mine"]):
         (run.checkpoint(1) / "model").mkdir(parents=True, exist_ok=True)
         (run.checkpoint(1) / "state.json").write_text("{}")
-        done = rolemesh(tmp_path, *command, "demo")
+        done = answered(tmp_path, *command, "demo")
         assert done.returncode == 2
         assert f"none can be given with {command[1]}" in done.stderr
 
 
 def test_init_says_where_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = rolemesh(tmp_path, "init", "file")
+    done = answered(tmp_path, "init", "file")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "it must be possible to write into 'file'" in done.stderr
 
