@@ -25,7 +25,7 @@ def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def answered(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which has torch already: what is refused before anything starts needs no process of its own."""
+    """The same in this process, which has torch already: what starts no process needs none of its own."""
     output, errors, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         patch.chdir(folder)
@@ -230,7 +230,7 @@ def test_an_interrupt_at_any_moment_ends_every_process(tmp_path: Path, moment: s
 
 def test_eval_samples_prints_and_writes_pass_at_k(tmp_path: Path) -> None:
     small = ("backend=local", "pools.main.nodes=[1]", "data.eval_size=4", "data.size=5000", "data.max_response_tokens=3", "rollout.slots=8")
-    done = rolemesh(tmp_path, "eval", *small, "--samples", "3", "--k", "1,3", "--output", "results/eval.json", "--json")
+    done = answered(tmp_path, "eval", *small, "--samples", "3", "--k", "1,3", "--output", "results/eval.json", "--json")
     assert done.returncode == 0, done.stderr
     printed, written = json.loads(done.stdout), json.loads((tmp_path / "results" / "eval.json").read_text())
     assert printed.keys() == {"eval/pass@1", "eval/pass@3", "eval/reward_mean", "eval/samples", "eval/failed"}

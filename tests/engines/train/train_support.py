@@ -1,5 +1,7 @@
 """A tiny model, a batch with everything an update reads, and an engine over them. Shared by the tests of this folder."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,6 +39,7 @@ def engine(model=None, *, rows: int = 8, learning_rate: float = 1e-3, **options)
     return TrainEngine(tiny_model() if model is None else model, optimizer=settings, micro_batch_tokens=12 * rows, **options)
 
 
+@cache
 def batch(seed: int = 0, rows: int = 8, noise: float = 0.3, mode: str = "token_mean") -> Batch:
     """Rows of uneven lengths in groups of two, one of them without a reward, with old log-probabilities a bit off the model's own."""
     random = np.random.default_rng(seed)
