@@ -148,7 +148,7 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
                 with _handling(signal.default_int_handler):  # nobody else is waited for meanwhile
                     late = check(config, inventory, warm_start=False)
                     found = _find_checkpoint(directory, late)
-                return await _train(late.with_plan(plan), directory, backend, display, found, loop, taken)
+            return await _train(late.with_plan(plan), directory, backend, display, found, loop, taken)
 
         summary = run_on(backend, main())
     if summary["state"] == "interrupted":

@@ -89,10 +89,11 @@ async def take_over(pools: Mapping[str, Pool], epoch: int, deadline: float, anno
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenOver:
-    """What a controller has taken over ahead of its session, which takes the pools out of here."""
+    """What a controller has taken over ahead of its session."""
 
     journal: Journal
-    pools: dict[str, Pool]
+    """Opened by this controller; its epoch is the one that the processes know."""
+    pools: Mapping[str, Pool]
     workers: list[dict[str, Any]]
     """Who is in their processes, as `status.json` tells it."""
 
@@ -102,12 +103,13 @@ async def taken_over(
     config: Config, plan: Plan, backend: Backend, directory: RunDirectory, show: Callable[[str, str], None]
 ) -> AsyncIterator[TakenOver]:
     """Take over what the driver before has left of a run, ahead of all that takes long: from here on nothing of it runs out of time, and
-    no call of that driver goes on. What no session has taken at the end, because the run was refused, is left as it was. A plan with
-    problems takes nothing."""
+    no call of that driver goes on. If this ends by an exception, because the run is refused, all is left as it was. A plan with problems
+    takes nothing."""
     before, roles = directory.read_status(), list(config.roles) if not plan.problems else []
     nodes = await planned_nodes(plan, backend)
     pools = planned_pools(config, plan, backend, nodes, roles=roles, run_dir=directory.path.resolve())
-    with Journal(directory.journal) as journal:
+    journal = Journal(directory.journal)
+    try:
         with EventLog(directory.events) as events:
 
             def tell(stage: str, subject: str, kind: str) -> None:
@@ -119,13 +121,13 @@ async def taken_over(
         workers = list(_workers(plan, held, roles))
         told = {"state": "starting", "pid": os.getpid(), "time": time.time(), "phase": "attached", "workers": workers}
         directory.write_status(before | told)
-        try:
-            yield TakenOver(journal=journal, pools=held, workers=workers)
-        finally:
-            for pool in held.values():
-                pool.detach()
-            if held:
-                directory.write_status(before)
+        yield TakenOver(journal=journal, pools=held, workers=workers)
+    except BaseException:
+        for pool in pools.values():
+            pool.detach()
+        journal.close()
+        directory.write_status(before)
+        raise
 
 
 def _workers(plan: Plan, pools: Mapping[str, Pool], roles: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -120,15 +120,12 @@ class Session:
     async def _take_over(self, deadline: float) -> set[str]:
         """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
         given back."""
-        taken, self._taken = self._taken, {}
         if self._journal is None or "detach" in self.backend.lacks:
             return set()
         await self.backend.give_back(keep=[f"{self.backend.prefix}{name}" for name in self.pools])
-        mine = set(taken)
-        self.pools |= taken
-        taken.clear()  # they end with this session from here on
-        others = {name: pool for name, pool in self.pools.items() if name not in mine}
-        return mine | await take_over(others, self._journal.epoch, deadline, self._announce)
+        self.pools |= self._taken
+        others = {name: pool for name, pool in self.pools.items() if name not in self._taken}
+        return set(self._taken) | await take_over(others, self._journal.epoch, deadline, self._announce)
 
     async def _open_store(self, nodes: Sequence[NodeInfo], deadline: float) -> None:
         node = next((nodes[helper.node] for helper in self.plan.helpers if helper.name == KV_STORE), None)
