@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import threading
 import time
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from runtime_workers import Adder, Summer
 
 from rolemesh.batch import BlockMeta
-from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError
+from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerError
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, OnAnswer, Process, Reply, Report
+from rolemesh.protocols.backend import Bundle, Call, Failure, OnAnswer, Process, Reply, Report
 from rolemesh.runtime import LocalBackend, Pool, Worker, WorkerGroup, register
+from rolemesh.runtime.calls import Called, failed
 
 
 class Silent(LocalBackend):
@@ -84,6 +86,46 @@ async def test_the_death_of_a_rank_that_nobody_waits_for_any_more_is_no_noise() 
     gc.collect()
     await asyncio.sleep(0)
     assert [context for context in noise if "gone" in str(context.get("exception"))] == []
+
+
+class Elsewhere(Silent):
+    """`step` fails, as another thread tells while the controller goes on."""
+
+    def call(self, process: Process, call: Call, blocks: Any, answered: OnAnswer) -> tuple[Any, Any]:
+        if call.method != "step":
+            return super().call(process, call, blocks, answered)
+        failure = Failure(type="ValueError", message="no", traceback="", at=0.0)
+        threading.Thread(target=answered, args=(Reply(failure=failure),)).start()
+        time.sleep(0.02)
+        return None, None
+
+
+async def test_a_failure_that_is_being_told_of_is_never_taken_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(answer: Reply | Exception) -> bool:
+        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
+        return failed(answer)
+
+    monkeypatch.setattr("rolemesh.runtime.calls.failed", slowly)
+    group = await summers(Elsewhere())
+    with pytest.raises(WorkerError, match=r"sums rank 0 .* in step\(\): ValueError: no"):
+        await group.call("step", 1.0, ranks=(0,), deadline=10)
+
+
+async def test_an_answer_in_the_moment_of_the_deadline_comes_before_it_or_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Silent()
+
+    class Close(Called):
+        def replies(self) -> dict[int, Reply] | None:
+            found = super().replies()
+            for answered in backend.waiting:
+                answered(Reply())
+            return found
+
+    group = await summers(backend)
+    await group.rejoin()
+    monkeypatch.setattr("rolemesh.runtime.group.Called", Close)
+    with pytest.raises(DeadlineExceeded, match=r"sums.step\(\) on ranks 0, 1"):
+        await group.call("step", 1.0, ranks=(0, 1), deadline=0.01)
 
 
 async def test_rows_never_go_to_half_a_tensor_parallel_group() -> None:

@@ -207,14 +207,19 @@ class WorkerGroup:
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_") or method not in self._methods:
-            known = ", ".join(sorted(self._methods)) if not method.startswith("_") else ""
-            raise AttributeError(f"group {self.name!r} has no registered method {method!r}; it has {known}")
+        if method.startswith("_"):
+            raise AttributeError(method)
+        self._registered(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await self.call(method, *args, **kwargs)
 
         return call
+
+    def _registered(self, method: str) -> Settled:
+        if method not in self._methods:
+            raise AttributeError(f"group {self.name!r} has no registered method {method!r}; it has {', '.join(sorted(self._methods))}")
+        return self._methods[method]
 
     async def call(
         self,
@@ -233,13 +238,16 @@ class WorkerGroup:
         10 s to come back, and the first cause is raised. Raises WorkerError, WorkerDied, DeadlineExceeded naming the ranks that did
         not answer and what they were doing, NotJoined, or BatchError for arguments that do not fit.
         """
-        registered = self._methods[method]
+        registered = self._registered(method)
         batch, rest = (args[0], args[1:]) if args and isinstance(args[0], BatchRef) else (None, args)
         chosen = self._chosen(ranks, method, batch)
         topology = Topology(world_size=len(chosen), tensor_parallel=self.tensor_parallel)
         request = Request(method=method, batch=batch, args=rest, kwargs=kwargs, reads=registered.reads)
-        split = zip(chosen, registered.dispatch.split(topology, request), strict=True)
-        shares = {rank: share for rank, share in split if share is not None}
+        split = registered.dispatch.split(topology, request)
+        if len(split) != len(chosen):
+            must = f"its dispatch {registered.dispatch.name!r} must return a share, or None, for each of {len(chosen)} ranks"
+            raise BatchError(f"{self.name}.{method}(): {must}, got {len(split)}")
+        shares = {rank: share for rank, share in zip(chosen, split, strict=True) if share is not None}
         if self._communicates and not self._joined and len(shares) == self.world_size and method not in LIFE:
             raise NotJoined(group=self.name, method=method)
         started = self.pool.backend.time()
