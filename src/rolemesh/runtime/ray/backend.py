@@ -102,7 +102,11 @@ class RayBackend:
         return self._cluster.address
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            main.close()  # else Python complains that nobody has awaited it
+            raise
         return asyncio.run(main)
 
     def time(self) -> float:
