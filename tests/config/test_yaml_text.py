@@ -53,8 +53,10 @@ LAUGHS = ", ".join(["a: &a [x]", *(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}
 
 
 @pytest.mark.parametrize(
-    "text", [LAUGHS, "[" * 3000, "{1: a}", "{a: 1, a: 2}", "&x [*x]", "a: &x {b: *x}", "!!python/name:os.system", "a\x00b", "[", "{true: 1}", "? [a]\n: b"]
-)
+    "text",
+    ["{1: a}", "{a: 1, a: 2}", "&x [*x]", "a: &x {b: *x}", "!!python/name:os.system", "a\x00b", "[", "{true: 1}", "? [a]\n: b",
+     LAUGHS, "[" * 3000],
+)  # fmt: skip
 def test_what_is_refused(text):
     with pytest.raises(YamlProblem) as caught:
         parse_yaml(text)

@@ -152,7 +152,7 @@ def test_dispatch_modes(backend: Backend) -> None:
                 await group.double([1, 2])
             with pytest.raises(AttributeError, match="no registered method 'lenghts'"):
                 await group.lenghts()
-            with pytest.raises(AttributeError, match="no registered method 'lenghts'; it has .*lengths"):
+            with pytest.raises(AttributeError, match=r"no registered method 'lenghts'; it has .*lengths"):
                 await group.call("lenghts")
             with pytest.raises(BatchError, match=r"too_few\(\): its dispatch 'too few' must return .* for each of 3 ranks, got 1"):
                 await group.too_few()

@@ -12,9 +12,9 @@ import pytest
 from runtime_workers import Adder, Summer
 
 from rolemesh.batch import BlockMeta
-from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Failure, OnAnswer, Process, Reply, Report
+from rolemesh.protocols.backend import Bundle, Call, Failure, OnAnswer, Process, ProcessSpec, Reply, Report
 from rolemesh.runtime import LocalBackend, Pool, Worker, WorkerGroup, register
 from rolemesh.runtime.calls import Called, failed
 
@@ -142,6 +142,30 @@ class Clashing(Worker):
 
     @register()
     def epoch(self) -> None: ...
+
+
+async def test_ranks_have_places_of_their_own_that_exist() -> None:
+    backend = LocalBackend()
+    pool = await Pool.of_slots(backend, "pool", [2], cpus=0.1)
+    for bundles, tensor_parallel in (([], 1), ([0, 0], 1), ([2], 1), ([-1], 1), ([0, 1], 0), ([0], 2)):
+        with pytest.raises(ConfigError, match=r"group sums: some of the places 0 to 1 of pool pool, each once.*found bundles \["):
+            WorkerGroup("sums", Summer, pool, bundles, tensor_parallel=tensor_parallel)
+    for slots in ([], [0], [2, -1]):
+        with pytest.raises(ResourceError, match="pool pool: at least one place; found slots"):
+            await Pool.of_slots(backend, "pool", slots)
+    for cpus in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ResourceError, match="pool pool: places of some CPUs or GPUs each; found cpus="):
+            await Pool.of_slots(backend, "pool", [1], cpus=cpus)
+
+
+async def test_a_process_that_dies_as_it_starts_is_named_by_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spawn(spec: ProcessSpec, deadline: float) -> Process:
+        raise WorkerDied(group="", rank=-1, node="n", pid=0, method="", original_type="Killed", original_message="no")
+
+    backend = LocalBackend()
+    monkeypatch.setattr(backend, "spawn", spawn)
+    with pytest.raises(WorkerDied, match=r"sums rank 0 \(node n, pid 0\) in __init__\(\): Killed: no"):
+        await WorkerGroup("sums", Summer, await Pool.of_slots(backend, "pool", [1]), [0]).create()
 
 
 async def test_a_method_named_like_something_of_the_group_is_refused() -> None:

@@ -75,7 +75,8 @@ class _Outlook:
     # -- naming the ring ------------------------------------------------------------------------------------------------------
 
     def ring(self, start: str) -> list[str]:
-        """The shortest way from `start` over those it waits for back to itself, one sentence each; that it holds a part itself is said where no way goes over others."""
+        """The shortest way from `start` over those it waits for back to itself, one sentence each. That it holds a part itself is said
+        where no way goes over others."""
         ways: deque[tuple[str, list[str]]] = deque([(start, [])])
         seen: set[str] = set()
         told: list[str] = []

@@ -85,6 +85,7 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         if self.journal is not None:
             self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
+        self._check_places()
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -94,6 +95,14 @@ class WorkerGroup:
                 ", ".join(taken),
                 "Rename them",
             )
+
+    def _check_places(self) -> None:
+        """Two ranks in one place would be one worker."""
+        there, unit = len(self.pool.bundles), self.tensor_parallel
+        wanted, known = list(self.bundles), set(range(there))
+        if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= known or unit < 1 or len(wanted) % unit:
+            need = f"some of the places 0 to {there - 1} of pool {self.pool.name}, each once, in whole tensor-parallel groups of {unit}"
+            raise ConfigError.one(f"group {self.name}", need, f"bundles {wanted}", "Give one place for each rank")
 
     # -- create, init ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +133,12 @@ class WorkerGroup:
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
-        process = await self.pool.process(self.bundles[rank], deadline)
+        try:
+            await self._make(rank, await self.pool.process(self.bundles[rank], deadline), deadline)
+        except WorkerError as error:
+            raise named(error, self.name, rank, "__init__") from error.__cause__
+
+    async def _make(self, rank: int, process: Process, deadline: float) -> None:
         context = self._context(rank, process)
         make = make_of(self.worker_class, context, self.worker_kwargs)
         found = self.pool.resident(self.bundles[rank], self.name)
@@ -134,10 +148,7 @@ class WorkerGroup:
         spec = WorkerSpec(
             group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
         )
-        try:
-            await self.pool.backend.add_worker(process, spec, deadline)
-        except WorkerError as error:
-            raise named(error, self.name, rank, "__init__") from error.__cause__
+        await self.pool.backend.add_worker(process, spec, deadline)
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         there = self.pool.bundles
