@@ -239,7 +239,7 @@ def _wanted(bundles: Sequence[Bundle], nodes: Sequence[NodeInfo]) -> dict[str, t
     return wanted
 
 
-def _since(began: float, answered: OnAnswer) -> Answered:
+def _since(began: float, answered: Answered) -> Answered:
     """The method took no time by itself: its call began when the process took it up."""
     reply, written = answered
     return reply._replace(started=began), written

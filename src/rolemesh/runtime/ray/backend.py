@@ -74,6 +74,7 @@ class RayBackend:
     ) -> None:
         self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
         self._lifetime = "detached" if detached else None
+        self._time_to_live = time_to_live if detached else 0
         self._kept: set[str] = set()
         """What was detached, pools and stores: it lives on when this process leaves."""
         if detached and run is None:
@@ -81,7 +82,7 @@ class RayBackend:
         self._cluster = RayCluster(
             address,
             run=run,
-            time_to_live=time_to_live if detached else 0,
+            time_to_live=self._time_to_live,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             object_store_bytes=object_store_bytes,
@@ -238,7 +239,7 @@ class RayBackend:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
         try:
-            actor = await named(lambda: host.remote(spec, node.name), ends)
+            actor = await named(lambda: host.remote(spec, node.name, self._time_to_live), ends)
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
         starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
