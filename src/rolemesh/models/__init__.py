@@ -5,7 +5,17 @@ Called by data (prompts), rollout and train engines (weights) and checkpoints (s
 
 from rolemesh.models.load import check_weights, load_config, load_model, open_weights
 from rolemesh.models.prompts import encode_prompt
-from rolemesh.models.save import save_model
+from rolemesh.models.save import save_description, save_model
 from rolemesh.models.tokenizer import load_tokenizer, stop_token_ids
 
-__all__ = ["check_weights", "encode_prompt", "load_config", "load_model", "load_tokenizer", "open_weights", "save_model", "stop_token_ids"]
+__all__ = [
+    "check_weights",
+    "encode_prompt",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "open_weights",
+    "save_description",
+    "save_model",
+    "stop_token_ids",
+]

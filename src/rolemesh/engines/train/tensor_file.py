@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from safetensors import safe_open
@@ -61,6 +61,11 @@ class TensorFile:
         self.size = len(self._head) + end
         """Bytes of the whole file."""
 
+    @classmethod
+    def of_whole(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Of a rank that has everything."""
+        return cls({name: Block(Part.all_of(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}, leads=True)
+
     def snapshot(self) -> TensorFile:
         """The same with copies of the blocks in host memory, which later steps do not change."""
         copies = {name: Block(block.part, block.tensor.to("cpu", copy=True)) for name, block in self._blocks.items()}
@@ -74,7 +79,7 @@ class TensorFile:
             if self._leads:
                 _write(descriptor, memoryview(self._head), 0)
             for name, block in self._blocks.items():
-                data = memoryview(block.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                data = block.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 for offset, begin, end in runs(block.part, block.tensor.element_size()):
                     _write(descriptor, data[begin:end], len(self._head) + self._offsets[name] + offset)
             os.fsync(descriptor)
@@ -118,5 +123,5 @@ class StoredTensor:
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name; nothing is read yet. Raises OSError, and SafetensorError for another kind of file."""
-    file = safe_open(path, framework="pt")
+    file: Any = safe_open(path, framework="pt")
     return {name: StoredTensor(file, name) for name in file.keys()}  # noqa: SIM118 - no mapping
