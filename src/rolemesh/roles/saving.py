@@ -7,16 +7,18 @@ each says that its rank is done. A mark is overwritten in place, so that also a 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from rolemesh.engines.train.tensor_file import TensorFile
 from rolemesh.runtime import Dispatch, Worker, register
 from rolemesh.runtime.dispatch import collect_first, split_all
+
+logger = logging.getLogger(__name__)
 
 GATHERED: Final = Dispatch(name="gathered", split=split_all, collect=collect_first)
 """Called on all ranks, each of which gives its part; the first has the result."""
@@ -82,8 +84,7 @@ def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path
         files = {name: file.snapshot() for name, file in files.items()}
         threading.Thread(target=_write, args=(mark, files, more), name=f"save {mark.name}", daemon=True).start()
         return
-    with suppress(OSError):
-        _write(mark, files, more)
+    _write(mark, files, more)
 
 
 def _write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None) -> None:
@@ -94,10 +95,18 @@ def _write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], N
             file.write(mark.parent / name)
         if more is not None:
             more(mark.parent)
+    except OSError as error:
+        told["error"] = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
     except Exception as error:
         told["error"] = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
         raise
     finally:
-        told["seconds"] = time.monotonic() - began
+        _tell(mark, told | {"seconds": time.monotonic() - began})
+
+
+def _tell(mark: Path, told: dict[str, Any]) -> None:
+    try:
         with mark.open("r+b") as place:
             place.write(json.dumps(told).encode().ljust(MARK_BYTES))
+    except FileNotFoundError:
+        logger.warning("%s is gone: nobody waits any more for this part of a checkpoint", mark)
