@@ -214,7 +214,7 @@ def test_the_coefficient_of_the_divergence_is_steered_and_goes_on_after_a_resume
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int) -> None:
+def test_G05_G07_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int) -> None:
     check_resume(tmp_path, at, ())
 
 
@@ -258,21 +258,22 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     assert {path: path.read_text() for path in kept} == kept
 
 
-def test_a_resume_that_has_nothing_left_to_do_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+def test_G07_a_resume_that_has_nothing_left_to_do_leaves_the_config_as_it_was(tmp_path: Path) -> None:
     run, _ = train(tmp_path, "trainer.steps=1")
     before = run.config.read_text()
     train(tmp_path, "trainer.steps=1", "trainer.learning_rate=0.5", resume=run)
     assert run.config.read_text() == before
 
 
-def test_changed_options_of_a_resume_are_logged(tmp_path: Path) -> None:
+def test_G16_a_resume_tells_path_step_and_changed_options(tmp_path: Path) -> None:
     run, _ = train(tmp_path, "trainer.steps=1")
-    train(tmp_path, "trainer.steps=2", "trainer.learning_rate=0.5", resume=run)
+    _, display = train(tmp_path, "trainer.steps=2", "trainer.learning_rate=0.5", resume=run)
     (event,) = [json.loads(line) for line in run.events.read_text().splitlines() if '"resumed"' in line]
     assert event["changed_options"]["trainer"]["learning_rate"] == 0.5
+    assert any(f"resumed at step 1 from {run.checkpoint(1)}" in note and "changed sections: trainer" in note for note in display.notes)
 
 
-def test_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
+def test_G03_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
     run, _ = train(tmp_path, "trainer.steps=1")
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "step-9" / "critic.safetensors").write_bytes(b"half")
@@ -281,7 +282,7 @@ def test_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["actor-optimizer.safetensors", "model/model.safetensors", "state.json"])
-def test_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, damaged: str) -> None:
+def test_G03_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, damaged: str) -> None:
     run, _ = train(tmp_path, "trainer.steps=2", "trainer.save_every=1", "sft=null")
     os.truncate(run.checkpoint(2) / damaged, 20)
     (run.checkpoints / "step-old").mkdir()

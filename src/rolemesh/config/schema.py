@@ -281,7 +281,7 @@ class TrainerConfig(Section):
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
     async_save: bool = True
-    """Write checkpoints beside the next steps, from copies in host memory; else training waits until they are on disk."""
+    """Copy and write checkpoints beside the next step, from host memory; else training waits until they are on disk."""
     eval_every: NotNegative = 0
     """Steps between evaluations on held-out prompts; 0 evaluates only before the first and after the last step."""
     save_samples_every: Positive = 10

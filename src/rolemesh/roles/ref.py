@@ -13,7 +13,7 @@ from rolemesh.algorithms import REFERENCE_READS, REFERENCE_WRITES, reference_col
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Scorer
-from rolemesh.engines.train.tensor_file import TensorFile
+from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.models import load_model
 from rolemesh.roles.saving import SavedWorker
 from rolemesh.runtime import WorkerContext, register
@@ -57,6 +57,10 @@ class RefWorker(SavedWorker):
     def files(self) -> dict[str, TensorFile]:
         """What it has in a checkpoint, by path in there. All copies are equal, and the first has a file of it."""
         return {self.weights_file: TensorFile.of_whole(dict(self.scorer.named_weights()))} if self.context.rank == 0 else {}
+
+    @property
+    def copying(self) -> Copying:
+        return self.scorer.copying
 
     @register(dispatch="all", mutates=True)
     def restore(self, folder: str, saved: dict[str, Any]) -> None:

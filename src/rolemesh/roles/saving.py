@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rolemesh.engines.train.tensor_file import TensorFile
+from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.runtime import Dispatch, Worker, register
 from rolemesh.runtime.dispatch import collect_first, split_all
 
@@ -53,6 +53,11 @@ class SavedWorker(Worker):
         """What it has in a checkpoint, by path in there: with the same names on every rank that writes any."""
         raise NotImplementedError
 
+    @property
+    def copying(self) -> Copying:
+        """What its tensors wait for before they are changed."""
+        raise NotImplementedError
+
     def scalars(self) -> dict[str, Any]:
         """What `restore` wants to hear beside the files, for JSON."""
         return {}
@@ -70,21 +75,33 @@ class SavedWorker(Worker):
         """Write the state of this moment into an existing folder, where this rank's mark lies; `beside` as for `write_part`. Returns what
         `restore` gets as `saved`."""
         files, context = self.files(), self.context
-        write_part(mark_path(Path(folder), context.group, context.rank), files, None if context.rank else self.describe, beside=beside)
+        mark, more = mark_path(Path(folder), context.group, context.rank), None if context.rank else self.describe
+        write_part(mark, files, more, self.copying if beside else None)
         return {"files": list(files), **self.scalars()}
 
 
-def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None = None, *, beside: bool) -> None:
-    """Write this rank's blocks of `files`, which are named by their paths in the mark's folder, and whatever `more` writes there.
+def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None, beside: Copying | None) -> None:
+    """Write this rank's blocks of `files`, which are named by their paths in the mark's folder, and whatever `more` writes there. What
+    goes wrong stands in the mark.
 
-    With `beside` this returns as soon as the blocks are copied to host memory, and a thread writes them; else everything is written then.
-    What goes wrong stands in the mark.
+    With `beside` this returns at once: a thread copies the blocks to host memory, says so there, and writes them.
     """
-    if beside:
-        files = {name: file.snapshot() for name, file in files.items()}
-        threading.Thread(target=_write, args=(mark, files, more), name=f"save {mark.name}", daemon=True).start()
+    if beside is None:
+        _write(mark, files, more)
         return
-    _write(mark, files, more)
+    beside.begin()
+    threading.Thread(target=_copy_and_write, args=(mark, files, more, beside), name=f"save {mark.name}", daemon=True).start()
+
+
+def _copy_and_write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None, copying: Copying) -> None:
+    try:
+        copies = {name: file.snapshot() for name, file in files.items()}
+    except RuntimeError as error:  # of torch: no memory
+        _tell(mark, {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "seconds": 0.0})
+        return
+    finally:
+        copying.end()
+    _write(mark, copies, more)
 
 
 def _write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None) -> None:

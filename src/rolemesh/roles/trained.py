@@ -13,7 +13,7 @@ from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Groups
 from rolemesh.engines.train.replica import Replica
-from rolemesh.engines.train.tensor_file import TensorFile
+from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.roles.saving import SavedWorker
 from rolemesh.runtime import Dispatch, Request, Share, Topology, register
 from rolemesh.runtime.dispatch import collect_all
@@ -109,6 +109,10 @@ class TrainedWorker(SavedWorker):
 
     def scalars(self) -> dict[str, Any]:
         return {"optimizer_step": self.engine.step}
+
+    @property
+    def copying(self) -> Copying:
+        return self.engine.copying
 
     @register(dispatch="all", mutates=True)
     def restore(self, folder: str, saved: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Saving and restoring a run: `begin` returns when every worker has a copy of its state, and the rest goes on beside the next steps.
+"""Saving and restoring a run: `begin` returns when every worker has begun to copy its state, and the rest goes on beside the next steps.
 
-    begin      waits for the save before; asks how much it will be and whether there is room; has every worker copy its state
-    beside     workers write, each its own blocks; the controller waits for their marks, writes `state.json`, gives the folder its name
-               and removes checkpoints that are not kept any more
+    begin      waits for the save before; asks how much it will be and whether there is room; tells every worker to save
+    beside     workers copy their blocks to host memory (an update waits for that) and write them; the controller waits for their marks,
+               writes `state.json`, gives the folder its name and removes checkpoints that are not kept any more
     finish     waits for that, at the next save and at the end of the run
 
 A save that fails does not end the run: it is told of, and the checkpoint before it stays. Only the last save of a run must not fail.
@@ -55,7 +55,7 @@ async def begin(run: TrainingRun) -> None:
     if run.directory.checkpoint(run.progress.step) in checkpoint.complete(run.directory):
         return  # the state of a step is saved once; nothing has changed since
     try:
-        save = await _copied(run, began)
+        save = await _begun(run, began)
     except OSError as error:
         _failed(run, run.progress.step, error)
         return
@@ -96,8 +96,8 @@ async def saves_finished(run: TrainingRun) -> AsyncIterator[None]:
             await asyncio.gather(run.saving, return_exceptions=True)
 
 
-async def _copied(run: TrainingRun, began: float) -> Save:
-    """Workers have copied their state and write it into a new folder. Raises OSError."""
+async def _begun(run: TrainingRun, began: float) -> Save:
+    """Workers save their state into a new folder. Raises OSError."""
     roles = checkpoint.roles_with_state(run.session.groups, warm_started=run.progress.warm_started)
     groups = {role: run.session.groups[role] for role in roles}
     checkpoint.clean(run.directory)

@@ -1,4 +1,5 @@
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from train_support import (
 )
 
 from rolemesh.batch import Batch
-from rolemesh.engines.train import OptimizerSettings, TrainEngine
+from rolemesh.engines.train import OptimizerSettings, TrainEngine, tensor_file
+from rolemesh.errors import DeadlineExceeded
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
@@ -314,6 +316,25 @@ def test_a_snapshot_is_not_changed_by_later_steps(tmp_path):
     load_state(trainer, tmp_path, 1)
     update(trainer, batch(2))  # must not train the files through memory shared with them
     assert equal(before, saved(tmp_path))
+
+
+def test_a_step_waits_until_a_copy_of_the_weights_is_made():
+    trainer, moved = engine(), threading.Event()
+    before = weights_of(trainer)
+    trainer.copying.begin()
+    step = threading.Thread(target=lambda: (update(trainer, batch()), moved.set()))
+    step.start()
+    assert not moved.wait(1)
+    assert equal(weights_of(trainer), before)
+    trainer.copying.end()
+    assert moved.wait(60)
+    step.join(60)
+    assert not equal(weights_of(trainer), before)
+    trainer.copying.begin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "COPY_SECONDS", 0.1)
+        with pytest.raises(DeadlineExceeded, match=r"a change of weights waited 0\.1 s for the copy of them for a checkpoint"):
+            trainer.load_weights(before)
 
 
 def test_state_from_before_the_first_step_can_be_loaded(tmp_path):

@@ -30,7 +30,7 @@ from rolemesh.engines.train.microbatch import MicroBatch, Passes
 from rolemesh.engines.train.optimizer import OptimizerSettings
 from rolemesh.engines.train.packing import use_packed_attention
 from rolemesh.engines.train.placed import PlacedModel, Weights, without_weights
-from rolemesh.engines.train.tensor_file import Block, StoredTensor, TensorFile, stored_tensors
+from rolemesh.engines.train.tensor_file import Block, Copying, StoredTensor, TensorFile, stored_tensors
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
 from rolemesh.observe import Metrics
 
@@ -75,6 +75,7 @@ class Replica(ABC):
         """
         _check_parameters(model)
         self.settings, self.step, self.groups = optimizer, 0, groups or Groups()
+        self.copying = Copying()
         self._device, self._max_tokens = torch.device(device), micro_batch_tokens
         self._options: dict[str, Any] = {"sharding": sharding, "activation_checkpointing": activation_checkpointing}
         self._compute_dtype = compute_dtype
@@ -235,6 +236,7 @@ class Replica(ABC):
             self._up.gradients.scale(limit / norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        self.copying.wait()
         self._optimizer.step()
         self.step += 1
 
@@ -250,9 +252,9 @@ class Replica(ABC):
         return ((name, self._up.gathered(name, tensor)) for name, tensor in self._up.tensors.items())
 
     def files(self) -> tuple[TensorFile, TensorFile]:
-        """Weights and optimizer state as files that all ranks write together, this rank with the tensors as they are, without copies. With
-        `step` they are everything that the next update depends on: nothing here draws random numbers, and the learning rate is a
-        function of the step."""
+        """Weights and optimizer state as files that all ranks write together, this rank with the tensors as they are: who reads them while
+        the engine is used holds `copying`. With `step` they are everything that the next update depends on: nothing here draws random
+        numbers, and the learning rate is a function of the step."""
         moments = {f"{key}.{name}": (name, value) for name, entry in self._moments().items() for key, value in entry.items()}
         weights = {name: (name, tensor) for name, tensor in self._up.tensors.items()}
         return self._file(weights), self._file(moments)
@@ -291,6 +293,7 @@ class Replica(ABC):
         and changes nothing, when they do not fit."""
         parts = {name: part for name, part in self._up.parts.items() if keep is None or not name.startswith(keep)}
         check_fit({name: torch.Size(part.whole) for name, part in parts.items()}, shapes(given))
+        self.copying.wait()
         for name, part in parts.items():
             self._up.tensors[name].copy_(given[name][part.index])
 

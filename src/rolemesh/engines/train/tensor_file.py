@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rolemesh.engines.train.layout import Part
+from rolemesh.errors import DeadlineExceeded
 
 FORMATS: Final = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Names of number formats, the widest first."""
+COPY_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,26 @@ class TensorFile:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class Copying:
+    """Whether a thread still copies tensors for a file: they are changed in place only when it is done."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.end()
+
+    def begin(self) -> None:
+        self.wait()
+        self._done.clear()
+
+    def end(self) -> None:
+        self._done.set()
+
+    def wait(self) -> None:
+        """Raises DeadlineExceeded when the thread takes too long."""
+        if not self._done.wait(COPY_SECONDS):
+            raise DeadlineExceeded(waiter="a change of weights", subject="the copy of them for a checkpoint", seconds=COPY_SECONDS)
 
 
 def runs(part: Part, item: int) -> Iterator[tuple[int, int, int]]:
