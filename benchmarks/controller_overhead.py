@@ -43,7 +43,7 @@ from _harness import arguments, finish, interleaved_async, median_ratio
 
 from rolemesh.batch import Batch, BatchRef, block_meta
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Call, Pending, Process, Reply
+from rolemesh.protocols.backend import Call, OnAnswer, Process, Reply
 from rolemesh.runtime import Backend, Bundle, LocalBackend, Pool, Worker, WorkerGroup, create_backend, register
 
 Times = dict[str, list[float]]
@@ -282,18 +282,17 @@ class Fakes(LocalBackend):
     def __init__(self) -> None:
         super().__init__()
         self.answers: dict[int, Reply] = {}
-        self._asked: list[tuple[asyncio.Future[Reply], Reply]] = []
+        self._asked: list[tuple[OnAnswer, Reply]] = []
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        reply: asyncio.Future[Reply] = asyncio.Future()
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         if not self._asked:
-            reply.get_loop().call_soon(self._answer)
-        self._asked.append((reply, self.answers[process.spec.bundle]))
-        return Pending(process, call, reply, (reply, None))
+            asyncio.get_running_loop().call_soon(self._answer)
+        self._asked.append((answered, self.answers[process.spec.bundle]))
+        return object(), None
 
     def _answer(self) -> None:
-        for reply, answer in self._asked:
-            reply.set_result(answer)
+        for answered, answer in self._asked:
+            answered(answer)
         self._asked.clear()
 
 

@@ -14,7 +14,7 @@ from runtime_workers import Adder, DiesJoining, Flaky, SlowToLoad, Summer
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.errors import BatchError, DataLost, DeadlineExceeded, NotJoined, ResourceError, WorkerDied, WorkerError
-from rolemesh.protocols.backend import Call, Report
+from rolemesh.protocols.backend import Call, Reply, Report
 from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, KvStore, Pool, WorkerGroup
 
 
@@ -191,11 +191,15 @@ def test_an_answer_that_cannot_travel_is_an_error_of_its_method(backend: Backend
             assert not isinstance(caught.value, WorkerDied)
             assert await group.count_up() == [1, 1]
             call = Call(id="x", epoch=1, generation=0, group=group.name, method="lock", args=(1,))
-            pending = backend.call(group.processes[1], call, [])
-            with pytest.raises(WorkerError, match="pickle"):
-                await pending.reply
+            told: asyncio.Queue[Reply | Exception] = asyncio.Queue()
+            loop = asyncio.get_running_loop()
+            blocks = backend.call(group.processes[1], call, [], lambda answer: loop.call_soon_threadsafe(told.put_nowait, answer))
+            async with asyncio.timeout(20):
+                answer = await told.get()
+            assert isinstance(answer, WorkerError)
+            assert "pickle" in str(answer)
             with pytest.raises(DataLost, match=r"stored values that are gone .*pickle"):
-                await backend.fetch(pending.blocks, 20)
+                await backend.fetch(blocks, 20)
 
     backend.run(main())
 

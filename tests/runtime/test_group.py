@@ -13,7 +13,7 @@ from runtime_workers import Adder, Summer
 from rolemesh.batch import BlockMeta
 from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Pending, Process, Reply, Report
+from rolemesh.protocols.backend import Bundle, Call, OnAnswer, Process, Reply, Report
 from rolemesh.runtime import LocalBackend, Pool, Worker, WorkerGroup, register
 
 
@@ -22,15 +22,15 @@ class Silent(LocalBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: list[Pending] = []
+        self.waiting: list[OnAnswer] = []
         self.requests: list[tuple[str, str]] = []
 
-    def call(self, process: Process, call: Call, blocks: Any) -> Pending:
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        if call.method != "step":
-            reply.set_result(Reply())
-        self.pending.append(Pending(process=process, call=call, reply=reply, blocks=(None, None)))
-        return self.pending[-1]
+    def call(self, process: Process, call: Call, blocks: Any, answered: OnAnswer) -> tuple[Any, Any]:
+        if call.method == "step":
+            self.waiting.append(answered)
+        else:
+            answered(Reply())
+        return None, None
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         self.requests.append((request, kwargs.get("group", "")))
@@ -77,12 +77,10 @@ async def test_the_death_of_a_rank_that_nobody_waits_for_any_more_is_no_noise() 
     await group.rejoin()
     with pytest.raises(DeadlineExceeded):
         await group.call("step", 1.0, deadline=0.02)
-    for pending in backend.pending:
-        if not pending.reply.done():
-            pending.reply.set_exception(RolemeshError(text="gone"))
+    assert len(backend.waiting) == 2
+    while backend.waiting:
+        backend.waiting.pop()(RolemeshError(text="gone"))
     await asyncio.sleep(0)
-    backend.pending.clear()
-    del pending
     gc.collect()
     await asyncio.sleep(0)
     assert [context for context in noise if "gone" in str(context.get("exception"))] == []
@@ -125,13 +123,12 @@ async def test_calls_leave_the_environment_of_their_process_as_it_was(monkeypatc
 class Prompt(LocalBackend):
     """Calls are answered in the next turn of the loop, with the same small column for every rank."""
 
-    def call(self, process: Process, call: Call, blocks: Any) -> Pending:
+    def call(self, process: Process, call: Call, blocks: Any, answered: OnAnswer) -> tuple[Any, Any]:
         self.calls = [*getattr(self, "calls", []), call]
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         ids = call.assembly.ids if call.assembly else np.zeros((0, 2), np.int64)
         meta = BlockMeta(ids=ids, tokens={}, columns={"response_length": "int"}, nbytes=8)
-        asyncio.get_running_loop().call_soon(reply.set_result, Reply(metas=(meta, None) if call.assembly else (None, None)))
-        return Pending(process=process, call=call, reply=reply, blocks=(reply, None))
+        asyncio.get_running_loop().call_soon(answered, Reply(metas=(meta, None) if call.assembly else (None, None)))
+        return object(), None
 
 
 async def adders(backend: LocalBackend, ranks: int) -> WorkerGroup:

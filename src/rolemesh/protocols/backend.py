@@ -7,8 +7,7 @@ backend, so a simulated backend can make it virtual. Only backend files may bloc
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -155,14 +154,9 @@ class Report:
     """Python stack of the compute thread, when asked for."""
 
 
-class Pending(NamedTuple):
-    """A submitted call. `reply` resolves to the Reply, or raises WorkerDied when the process is gone, DataLost when a block is gone, and
-    WorkerError when the answer cannot travel. `blocks` refer to the two tables it returns (see `Reply`); a stored object is the second."""
-
-    process: Process
-    call: Call
-    reply: asyncio.Future[Reply]
-    blocks: tuple[Any, Any]
+OnAnswer = Callable[[Reply | Exception], None]
+"""Is told once, on any thread, what came of a call: the Reply, or WorkerDied when the process is gone, DataLost when a block is gone, and
+WorkerError when the answer cannot travel."""
 
 
 class Backend(Protocol):
@@ -229,8 +223,9 @@ class Backend(Protocol):
         """Make a worker in the process. Raises WorkerError with the original exception."""
         ...
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        """Queue a call on the process's compute thread; `blocks` are fetched there, never here."""
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
+        """Queue a call on the process's compute thread; `blocks` are fetched there, never here. Returns the references of the two tables
+        that it writes (see `Reply`); a stored object is the second."""
         ...
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.calls import Called, CallRecord, all_well, answer_of, failed, first_cause, named, tell, together
+from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together
 from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
@@ -246,12 +246,13 @@ class WorkerGroup:
         identity = call_id or uuid.uuid4().hex
         distinct = {id(share): share for share in shares.values()}  # ranks may share one
         calls = {key: self._call_of(share, registered, method, identity) for key, share in distinct.items()}
-        submit = self.pool.backend.call
-        called = {rank: submit(self._process(rank), *calls[id(share)]) for rank, share in shares.items()}
+        called, submit = Called({rank: self._process(rank) for rank in shares}), self.pool.backend.call
+        for rank, process in called.processes.items():
+            called.blocks[rank] = submit(process, *calls[id(shares[rank])], partial(called.answer, rank))
         replies = await self._gather(called, method, self.deadlines.call if deadline is None else deadline)
         self._record(identity, method, started, called, replies)
         place = {rank: place for place, rank in enumerate(chosen)}
-        answers = [answer_of(place[rank], reply, called[rank], registered) for rank, reply in replies.items()]
+        answers = [answer_of(place[rank], reply, called.blocks[rank], registered) for rank, reply in replies.items()]
         return registered.dispatch.collect(topology, request, answers)
 
     def _chosen(self, ranks: Sequence[int] | None, method: str, batch: BatchRef | None) -> list[int]:
@@ -291,7 +292,7 @@ class WorkerGroup:
             started=started,
             ended=self.pool.backend.time(),
             replies=tuple(replies.values()),
-            processes=tuple(pending.process.spec.name for pending in called.values()),
+            processes=tuple([process.spec.name for process in called.processes.values()]),
             metrics=metrics,
         )
         self.observer(record)
@@ -302,24 +303,22 @@ class WorkerGroup:
         """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline):
-                if await all_well([pending.reply for pending in called.values()]):
-                    return {rank: pending.reply.result() for rank, pending in called.items()}
-        late = {rank: pending.reply for rank, pending in called.items() if not pending.reply.done()}
-        if any(failed(pending.reply) for rank, pending in called.items() if rank not in late):
-            await self._unwind(late.values())
-            raise first_cause(called, self.name, method)
-        if late:
-            error = await self._expired(list(late), method, deadline)
-            await self._unwind(late.values())
-            raise error
-        return {rank: pending.reply.result() for rank, pending in called.items()}
+                await called.settled()
+        if (replies := called.replies()) is not None:
+            return replies
+        late = [] if called.failed else called.late_ranks()
+        expired = await self._expired(late, method, deadline) if late else None
+        await self._unwind(called)
+        raise expired or first_cause(called, self.name, method)
 
-    async def _unwind(self, waiting: Collection[asyncio.Future[Reply]]) -> None:
+    async def _unwind(self, called: Called) -> None:
         """Free the ranks that may hang in a collective with one that failed or is late, and wait for them."""
-        if not waiting:
+        if not called.late:
             return
         cutting = asyncio.ensure_future(self.abort())  # beside the wait: a stopped process does not answer
-        await asyncio.wait(waiting, timeout=UNWIND_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNWIND_SECONDS):
+                await called.over()
         await cutting
 
     async def _control(self, rank: int, request: str, **kwargs: Any) -> Any:

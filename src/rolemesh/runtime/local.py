@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import local_inventory
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.host import ProcessHost
 from rolemesh.runtime.kv_server import KvServer
@@ -135,18 +135,15 @@ class LocalBackend:
                 original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
             ) from failure.error  # fmt: skip
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        written: tuple[Any, Any] = (None, None)
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         try:
             self._check_alive(process)
         except WorkerDied as error:
-            future.set_exception(error)
-        else:
-            reply, (numbers, others) = process.handle.execute(call, [block.value for block in blocks])
-            written = Held(numbers), Held(others)
-            future.set_result(reply)
-        return Pending(process=process, call=call, reply=future, blocks=written)
+            answered(error)
+            return None, None
+        reply, (numbers, others) = process.handle.execute(call, [block.value for block in blocks])
+        answered(reply)
+        return Held(numbers), Held(others)
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         self._check_alive(process)
