@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.runtime import Dispatch, Worker, register
 from rolemesh.runtime.dispatch import collect_first, split_all
+
+if TYPE_CHECKING:
+    from rolemesh.engines.train.tensor_file import Copying, TensorFile
 
 logger = logging.getLogger(__name__)
 
