@@ -46,7 +46,7 @@ NAMED_ONLY = {"transformers", "torch"}
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
 LOADS_HEAVY = (
-    *("engines/train/", "weights/", "runtime/ray/", "data/generated.py"),
+    *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
     *(f"models/{module}.py" for module in ("load", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
     *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "trained")),
