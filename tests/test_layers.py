@@ -55,7 +55,6 @@ LOADS_HEAVY = (
 
 SWALLOWS = {
     "runtime/host.py": "a worker's method may raise anything; it travels to the controller as a WorkerError",
-    "runtime/ray/backend.py": "arguments are pickled by code of their own, which may raise anything; it is the answer to the call",
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
