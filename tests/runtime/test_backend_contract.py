@@ -378,6 +378,17 @@ def test_A04_a_pool_that_does_not_fit_fails_in_time_with_numbers(backend: Backen
     backend.run(main())
 
 
+def test_the_second_pool_of_a_name_is_refused_and_the_first_is_not_harmed(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_pool(backend, 1) as pool:
+            with pytest.raises(ResourceError, match=rf"pool .*{pool.name}: a name of its own; found a pool of this name"):
+                await (await Pool.of_slots(backend, pool.name, [1], cpus=0.25)).create(deadline=10)
+            async with a_group(backend, Adder, 1, pool=pool) as group:
+                assert await group.double([2]) == [4]
+
+    backend.run(main())
+
+
 def test_a_pool_on_a_node_that_is_gone_says_so(backend: Backend) -> None:
     needs(backend, "processes")
 

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
@@ -156,17 +156,19 @@ class RayBackend:
         if gone:
             known = ", ".join(alive.values())
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
+        if name in self._pools:
+            raise taken(name)
         pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
         self._kept.discard(name)
-        for node in sorted({bundle.node for bundle in bundles}):
-            reserved, homes = pool.layout(node)
-            selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(reserved)
-            pool.groups[node] = placement_group(
-                reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
-            )
-            pool.homes.update(homes)
         ends = self.time() + deadline
         try:
+            for node in sorted({bundle.node for bundle in bundles}):
+                shares, homes = pool.layout(node)
+                selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(shares)
+                pool.groups[node] = placement_group(
+                    shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
+                )
+                pool.homes.update(homes)
             waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
             problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
         except BaseException:
@@ -227,15 +229,15 @@ class RayBackend:
         pool = self._pools[spec.pool]
         bundle, node = pool.bundles[spec.bundle], pool.nodes[pool.bundles[spec.bundle].node]
         group = pool.groups[bundle.node]
-        taken = amounts(bundle)
+        shares = amounts(bundle)
         ends = self.time() + deadline
         host = RayHost.options(  # type: ignore[attr-defined]
             name=spec.name,
             namespace=NAMESPACE,
             lifetime=self._lifetime,
-            num_cpus=taken.pop("CPU", 0),
-            num_gpus=taken.pop("GPU", 0),
-            resources=taken,
+            num_cpus=shares.pop("CPU", 0),
+            num_gpus=shares.pop("GPU", 0),
+            resources=shares,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
         try:
