@@ -246,6 +246,15 @@ def test_a_controller_loads_no_torch_before_it_needs_a_tokenizer():
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 
 
+def test_a_worker_process_loads_neither_options_nor_what_draws():
+    code = "import sys, rolemesh.runtime.ray.host\n"
+    code += "print(*[name for name in sys.modules if name.startswith(('rolemesh.config', 'rolemesh.plan.', 'rich', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    nodes = {f"rolemesh.plan.{module}" for module in ("gpus", "inventory", "ledger", "schema")}
+    assert set(done.stdout.split()) <= nodes, done.stderr
+    assert done.returncode == 0
+
+
 # The checks themselves, on planted faults.
 
 
