@@ -58,6 +58,7 @@ SWALLOWS = {
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
+    "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call like an answer of its worker",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }
 """Files that may catch everything without raising again: the boundaries of processes and of foreign code."""

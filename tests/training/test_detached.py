@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_helpers import SMALL, Quiet, only_run, rows, small
 
 from rolemesh.observe import RunDirectory, read_json_lines
@@ -106,22 +106,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 def assert_same_end(run: RunDirectory, undisturbed: RunDirectory) -> None:
-    states = [torch.load(each.checkpoint(STEPS) / "actor.pt", weights_only=True) for each in (undisturbed, run)]
-    assert len(states[0]["model"]) > 5
-    for part in ("model", "optimizer"):
-        assert flat(states[0][part]).keys() == flat(states[1][part]).keys()
-        for name, tensor in flat(states[0][part]).items():
-            assert torch.equal(tensor, flat(states[1][part])[name]), name
+    for file in ("model/model.safetensors", "actor-optimizer.safetensors"):
+        expected, found = (load_file(each.checkpoint(STEPS) / file) for each in (undisturbed, run))
+        assert expected.keys() == found.keys()
+        assert len(expected) > 5
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, found[name]), name
     trained = [row["step"] for row in rows(run) if "reward/mean" in row]
     assert trained == list(range(1, STEPS + 1))
-
-
-def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors by path."""
-    found = {}
-    for name, value in state.items():
-        found |= {f"{name}.{key}": tensor for key, tensor in flat(value).items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(tmp_path: Path, undisturbed: RunDirectory) -> None:

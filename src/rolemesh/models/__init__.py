@@ -13,10 +13,20 @@ from rolemesh.lazy import lazy_names
 if TYPE_CHECKING:
     from rolemesh.models.load import check_weights, load_config, load_model, open_weights
     from rolemesh.models.prompts import encode_prompt
-    from rolemesh.models.save import save_model
+    from rolemesh.models.save import save_description, save_model
     from rolemesh.models.tokenizer import load_tokenizer, stop_token_ids
 
-__all__ = ["check_weights", "encode_prompt", "load_config", "load_model", "load_tokenizer", "open_weights", "save_model", "stop_token_ids"]
+__all__ = [
+    "check_weights",
+    "encode_prompt",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "open_weights",
+    "save_description",
+    "save_model",
+    "stop_token_ids",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(
@@ -24,7 +34,7 @@ if not TYPE_CHECKING:
         {
             "load": ("check_weights", "load_config", "load_model", "open_weights"),
             "prompts": ("encode_prompt",),
-            "save": ("save_model",),
+            "save": ("save_description", "save_model"),
             "tokenizer": ("load_tokenizer", "stop_token_ids"),
         },
     )

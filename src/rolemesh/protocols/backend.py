@@ -155,8 +155,8 @@ class Report:
 
 
 OnAnswer = Callable[[Reply | Exception], None]
-"""Is told once, on any thread, what came of a call: the Reply, or WorkerDied when the process is gone, DataLost when a block is gone, and
-WorkerError when the answer cannot travel."""
+"""Is told once, on any thread, what came of a call: the Reply, or WorkerDied when the process is gone, DataLost when a block is gone,
+WorkerError when the answer cannot travel, and BatchError when the arguments cannot."""
 
 
 class Backend(Protocol):

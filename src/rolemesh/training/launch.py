@@ -25,7 +25,7 @@ from rolemesh.plan import Inventory, Plan, held_as_free, local_inventory, plan_j
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.runtime.janitor import is_watched
 from rolemesh.training import checkpoint as checkpoints
-from rolemesh.training import phases, settings, watch
+from rolemesh.training import phases, saving, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
 from rolemesh.training.pools import TakenOver, taken_over
@@ -227,9 +227,11 @@ async def _train(
         except RunStopped:
             run.prompts.load_state(run.cursor)  # the step that was given up is drawn again after a resume
             await phases.save(run)
+            await saving.finish(run)
             raise
         if run.interrupted:
             await phases.save(run)
+        await saving.end(run)
         summary = _summary(run, "interrupted" if run.interrupted else "finished", time.time() - began)
         write_json(directory.summary, summary)
         display.finish(summary)
@@ -294,7 +296,7 @@ async def open_run(
             )  # fmt: skip
             if checkpoint is not None:
                 await _restore(run, prepared, checkpoint, dropped)
-            async with watch.watched(run), settings.followed(run):
+            async with watch.watched(run), settings.followed(run), saving.saves_finished(run):
                 yield run
             outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:
@@ -345,7 +347,7 @@ def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
 
 async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint, dropped: int) -> None:
     """Give the roles their state back; only then does the run directory take the config of this start, if a step will be done by it."""
-    await checkpoints.restore(run, checkpoint.folder)
+    await saving.restore(run, checkpoint.folder)
     if run.progress.step < run.config.trainer.steps:
         _write_plan(prepared, run.directory)
     run.recorder.step = run.progress.step

@@ -28,7 +28,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec
@@ -103,7 +103,11 @@ class RayBackend:
         return self._cluster.address
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            main.close()  # else Python complains that nobody has awaited it
+            raise
         return asyncio.run(main)
 
     def time(self) -> float:
@@ -259,10 +263,14 @@ class RayBackend:
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         numbers = others = None
-        if call.writes:
-            reply, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
-        else:
-            reply = process.handle.answer.remote(flat_call(call), *blocks)
+        try:
+            if call.writes:
+                reply, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+            else:
+                reply = process.handle.answer.remote(flat_call(call), *blocks)
+        except Exception as error:  # noqa: BLE001 - the process boundary: arguments are pickled, by code of their own
+            answered(_unsent(process, call, error))
+            return None, None
         # What `reply.future()` does itself, without a future, which costs more than all the rest here. It needs the reference until then.
         reply._on_completed(partial(_tell, answered, process, reply))
         return numbers, others
@@ -310,6 +318,13 @@ def _tell(answered: OnAnswer, process: Process, reply: Any, found: list[Any] | E
     if told is not found:
         told.__cause__ = found
     answered(told)
+
+
+def _unsent(process: Process, call: Call, error: Exception) -> BatchError:
+    found = f"{type(error).__name__}: {first_lines(error)}"
+    told = BatchError(f"{call.group}.{call.method}(): the arguments for process {process.spec.name} cannot be sent: {found}")
+    told.__cause__ = error
+    return told
 
 
 def _remove(groups: Iterable[Reserved]) -> None:
