@@ -46,10 +46,10 @@ NAMED_ONLY = {"transformers", "torch"}
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
 LOADS_HEAVY = (
-    *("engines/train/", "weights/", "runtime/ray/", "data/generated.py"),
-    *(f"models/{module}.py" for module in ("load", "save", "tokenizer")),
+    *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
+    *(f"models/{module}.py" for module in ("load", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
-    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "trained")),
+    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "trained")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 
@@ -58,7 +58,7 @@ SWALLOWS = {
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
-    "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call like an answer of its worker",
+    "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }
 """Files that may catch everything without raising again: the boundaries of processes and of foreign code."""
