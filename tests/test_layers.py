@@ -49,7 +49,7 @@ LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
     *(f"models/{module}.py" for module in ("load", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
-    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "trained")),
+    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "trained")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 
@@ -58,7 +58,7 @@ SWALLOWS = {
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
-    "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises is the answer",
+    "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }
 """Files that may catch everything without raising again: the boundaries of processes and of foreign code."""
@@ -245,6 +245,15 @@ def test_a_controller_loads_no_torch_before_it_needs_a_tokenizer():
     code += f"print(*sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+def test_a_worker_process_loads_neither_options_nor_what_draws():
+    code = "import sys, rolemesh.runtime.ray.host\n"
+    code += "print(*[name for name in sys.modules if name.startswith(('rolemesh.config', 'rolemesh.plan.', 'rich', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    nodes = {f"rolemesh.plan.{module}" for module in ("gpus", "inventory", "ledger", "schema")}
+    assert set(done.stdout.split()) <= nodes, done.stderr
+    assert done.returncode == 0
 
 
 # The checks themselves, on planted faults.

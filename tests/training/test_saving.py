@@ -26,6 +26,7 @@ from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.models import load_model
 from rolemesh.observe import RunDirectory, read_json_lines
+from rolemesh.roles import marks
 from rolemesh.roles import saving as part
 from rolemesh.training import checkpoint, loop, phases, saving
 from rolemesh.training.launch import Loop, run_training
@@ -213,15 +214,15 @@ def save_for_ever(path: str, first: int) -> None:
                 weight.fill_(step)
         checkpoint.clean(run)
         folder = checkpoint.new_folder(run, step)
-        mark = part.mark_path(folder, "actor", 0)
-        part.make_mark(mark)
+        mark = marks.mark_path(folder, "actor", 0)
+        marks.make_mark(mark)
         files = dict(zip(("model/model.safetensors", "actor-optimizer.safetensors"), engine.files(), strict=True))
         part.write_part(mark, files, None, engine.copying)
         engine.copying.wait()
         with torch.no_grad():
             for _, weight in engine.named_weights():
                 weight.fill_(-1.0)  # the next step begins
-        while part.read_mark(mark) is None:
+        while marks.read_mark(mark) is None:
             time.sleep(0.001)
         mark.unlink()
         checkpoint.publish(folder, run.checkpoint(step), {"progress": {"step": step}, "prompts": {}, "roles": {}})

@@ -1,51 +1,25 @@
 """One rank's part of a checkpoint: written beside the next step, with a mark that says how it ended.
 
-The controller makes an empty mark for every rank in the folder of the checkpoint, calls `save` on all of them, and reads the marks until
-each says that its rank is done. A mark is overwritten in place, so that also a full disk takes the news of a failure.
+The controller makes a mark for every rank (`marks.py`), calls `save` on all of them, and reads the marks until each says that its rank is
+done.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from rolemesh.engines.train.tensor_file import Copying, TensorFile
+from rolemesh.roles.marks import mark_path, tell_mark
 from rolemesh.runtime import Dispatch, Worker, register
 from rolemesh.runtime.dispatch import collect_first, split_all
 
-if TYPE_CHECKING:
-    from rolemesh.engines.train.tensor_file import Copying, TensorFile
-
-logger = logging.getLogger(__name__)
-
 GATHERED: Final = Dispatch(name="gathered", split=split_all, collect=collect_first)
 """Called on all ranks, each of which gives its part; the first has the result."""
-MARK_BYTES: Final = 4096
 _ERROR_CHARACTERS: Final = 1000
-
-
-def mark_path(folder: Path, role: str, rank: int) -> Path:
-    """Where a rank leaves word."""
-    return folder / f".{role}-{rank}"
-
-
-def make_mark(path: Path) -> None:
-    """An empty mark. Raises OSError."""
-    path.write_bytes(b" " * MARK_BYTES)
-
-
-def read_mark(path: Path) -> dict[str, Any] | None:
-    """{"seconds"}, and {"error"} when the rank could not write its part; None while it writes. Raises OSError."""
-    text = path.read_text(encoding="utf-8").strip()
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError:  # empty, or read while it was written
-        return None
-    return found
 
 
 class SavedWorker(Worker):
@@ -99,7 +73,7 @@ def _copy_and_write(mark: Path, files: Mapping[str, TensorFile], more: Callable[
     try:
         copies = {name: file.snapshot() for name, file in files.items()}
     except RuntimeError as error:  # of torch: no memory
-        _tell(mark, {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "seconds": 0.0})
+        tell_mark(mark, {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "seconds": 0.0})
         return
     finally:
         copying.end()
@@ -120,12 +94,4 @@ def _write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], N
         told["error"] = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
         raise
     finally:
-        _tell(mark, told | {"seconds": time.monotonic() - began})
-
-
-def _tell(mark: Path, told: dict[str, Any]) -> None:
-    try:
-        with mark.open("r+b") as place:
-            place.write(json.dumps(told).encode().ljust(MARK_BYTES))
-    except FileNotFoundError:
-        logger.warning("%s is gone: nobody waits any more for this part of a checkpoint", mark)
+        tell_mark(mark, told | {"seconds": time.monotonic() - began})

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from rolemesh.errors import DeadlineExceeded, RolemeshError
 from rolemesh.plan.memory import size
-from rolemesh.roles.saving import make_mark, mark_path, read_mark
+from rolemesh.roles.marks import make_mark, mark_path, read_mark
 from rolemesh.runtime import together
 from rolemesh.training import checkpoint
 from rolemesh.training.run import TrainingRun
