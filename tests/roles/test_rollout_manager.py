@@ -11,7 +11,7 @@ import pytest
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config import load_config
 from rolemesh.config.schema import Config
-from rolemesh.engines.rollout import FakeEngine
+from rolemesh.engines.rollout.fake import FakeEngine
 from rolemesh.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rolemesh.protocols.engine import Request, Sampling
 from rolemesh.roles.rollout import WRITES, RolloutWorker
@@ -154,8 +154,10 @@ def test_F13_rows_come_back_in_their_order_whoever_answers_them(replicas: int) -
     assert set(record.processes) == {f"pool-{replica}.1" for replica in range(replicas)}
     values = record.metrics.reduce()
     if replicas == 1:
-        assert len(record.replies) == 1, "one replica is one call"
+        assert (len(record.replies), record.busy) == (1, 5.0), "one replica is one call"
         return
+    assert record.busy == pytest.approx(record.ended - record.started), "the busiest replica is never idle"
+    assert sum(reply.ended - reply.started for reply in record.replies) > 1.5 * record.busy
     assert sum(values[f"rollout/requests/{replica}"] for replica in range(replicas)) == 80
     lengths = [len(answer(Request(id=(draw, sample), prompt_ids=[]), None)[0]) for draw in range(100, 120) for sample in range(4)]  # type: ignore[arg-type]
     assert sum(values[f"rollout/tokens/{replica}"] for replica in range(replicas)) == sum(lengths)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from rollout_models import VOCABULARY, drain, generate, make_model, make_requests, sampling
 
-from rolemesh.engines.rollout import FakeEngine, check_engine, create_engine
+from rolemesh.engines.rollout import check_engine, create_engine
+from rolemesh.engines.rollout.fake import FakeEngine
 from rolemesh.errors import ConfigError, StaleWeights
 from rolemesh.protocols.engine import EngineHealth, Request
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from rolemesh.engines.rollout.checks import check_load
 from rolemesh.errors import StaleWeights
 from rolemesh.protocols.engine import Completion, EngineHealth, EngineState, InFlight, LogprobsKind
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Lifecycle(ABC):
