@@ -32,7 +32,7 @@ GRACE_SECONDS: Final = 60.0
 SMALL_FILES_BYTES: Final = 2**20
 """Room for config, marks and the like, beside tensors and tokenizer."""
 TOKEN_BYTES: Final = 160
-"""Room for one token of the vocabulary in the files of its tokenizer; large ones of today take 75 to 135."""
+"""Room for one token of the vocabulary in the files of its tokenizer, rather too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ async def _begun(run: TrainingRun, began: float) -> Save:
 
 def _check_room(folder: Path, need: int) -> None:
     """Raise OSError naming the bytes where the file system has no room for a checkpoint."""
-    if (free := shutil.disk_usage(folder).free) < need + SMALL_FILES_BYTES:
+    if (free := shutil.disk_usage(folder).free) < need:
         raise OSError(f"no room in {folder}: the checkpoint needs {_bytes(need)}, {_bytes(free)} are free")
 
 
