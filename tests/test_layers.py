@@ -49,6 +49,7 @@ SWALLOWS = {
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
+    "weights/intake.py": "an engine loads in a thread; what it raises there is raised again by the one that hands the weights over",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }
 """Files that may catch everything without raising again: the boundaries of processes and of foreign code."""

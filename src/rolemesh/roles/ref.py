@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -14,11 +13,12 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Scorer
 from rolemesh.models import load_model
-from rolemesh.runtime import Worker, WorkerContext, register
-from rolemesh.weights import WeightManifest, unpack
+from rolemesh.roles.taker import WeightTaker
+from rolemesh.runtime import WorkerContext, register
+from rolemesh.weights import Weights
 
 
-class RefWorker(Worker):
+class RefWorker(WeightTaker):
     """One copy of the reference model."""
 
     state_file: ClassVar[str] = "ref.safetensors"
@@ -47,10 +47,10 @@ class RefWorker(Worker):
         """Log-probabilities of every row's response tokens under the reference, and the row's divergence from it."""
         return reference_columns(batch, self.scorer.logprobs(batch, temperature), self.config.algorithm.kl_kind)
 
-    @register(dispatch="all", mutates=True)
-    def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
-        """Be the policy with these published weights from here on: what came out of the warm start."""
-        self.scorer.load_weights(unpack(manifest, buffer))
+    def take_weights(self, weights: Weights, version: int) -> int:
+        """Be the policy with these weights from here on: what came out of the warm start."""
+        self.scorer.load_weights((name, weight.clone()) for name, weight in weights)
+        return version
 
     @register(dispatch="rank_zero")
     def save(self, folder: str) -> None:

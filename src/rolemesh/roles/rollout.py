@@ -13,13 +13,14 @@ from rolemesh.engines.rollout import create_engine
 from rolemesh.errors import StaleWeights
 from rolemesh.models import load_model, load_tokenizer, stop_token_ids
 from rolemesh.protocols.engine import Completion, Request, RolloutEngine, Sampling
-from rolemesh.runtime import Worker, WorkerContext, register
-from rolemesh.weights import WeightManifest, unpack
+from rolemesh.roles.taker import WeightTaker
+from rolemesh.runtime import WorkerContext, register
+from rolemesh.weights import Weights
 
 WRITES = ("response_ids", "response", "rollout_logprobs", "response_length", "finish_reason", "weight_version", "engine")
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(WeightTaker):
     """One engine with its own copy of the weights."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -43,10 +44,9 @@ class RolloutWorker(Worker):
             device=self.context.device,
         )
 
-    @register(dispatch="all", mutates=True)
-    def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> int:
-        """Take over published weights; returns the version now held. Half-written buffers are refused and leave the engine refusing."""
-        self.engine.load_weights(unpack(manifest, buffer), manifest.version)
+    def take_weights(self, weights: Weights, version: int) -> int:
+        """Weights that do not fit, or do not come whole, are refused and leave the engine refusing."""
+        self.engine.load_weights(weights, version)
         return self.engine.weight_version
 
     @register(dispatch="all", mutates=True)

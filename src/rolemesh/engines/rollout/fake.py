@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -80,6 +81,8 @@ class FakeEngine:
         self._version = -1
         if self._parameters is not None:
             self._parameters.load(weights)
+        else:
+            deque(weights, maxlen=0)  # any will do, but they have to come
         self._version = version
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
