@@ -20,6 +20,7 @@ from rolemesh.batch import Batch
 from rolemesh.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rolemesh.observe import RunDirectory
 from rolemesh.roles.actor import ActorWorker
+from rolemesh.roles.ref import RefWorker
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.roles.trained import GATHERED
 from rolemesh.runtime import register
@@ -68,9 +69,9 @@ class Moving(ActorWorker):
 
 
 class Probed(RolloutWorker):
-    """A rollout worker that says what its engine holds, and dies when it is told to."""
+    """A rollout worker that says what its engine holds, and stops in the middle of a publication when it is told to."""
 
-    loads, dies_after = 0, -1
+    loads, stops_after, signal = 0, -1, 0
 
     @register(dispatch="all")
     def digest(self) -> dict[str, int]:
@@ -81,8 +82,9 @@ class Probed(RolloutWorker):
         return self.loads
 
     @register(dispatch="all")
-    def die_after(self, weights: int) -> None:
-        self.dies_after = weights
+    def stop_after(self, weights: int, signal: int) -> None:
+        """By an exception if the signal is 0."""
+        self.stops_after, self.signal = weights, signal
 
     @register(dispatch="all")
     def version(self) -> int:
@@ -93,11 +95,19 @@ class Probed(RolloutWorker):
 
         def until() -> Weights:
             for number, item in enumerate(weights):
-                if number == self.dies_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == self.stops_after:
+                    self.stops_after = -1
+                    os.kill(os.getpid(), self.signal)
+                    raise ValueError("no more of that")
                 yield item
 
         return super().take_weights(until(), version)
+
+
+class ProbedRef(RefWorker):
+    @register(dispatch="all")
+    def digest(self) -> dict[str, int]:
+        return digest(self.scorer.named_weights())
 
 
 async def moved(run: TrainingRun) -> None:
@@ -154,6 +164,13 @@ def test_all_routes_at_once_are_bit_equal_after_each_of_100_publications(raylets
         routes = ["process", "process", "shared_memory", "object_store"]
         assert [worker.weights for worker in run.session.plan.of_role("rollout")] == run.session.publisher.routes("rollout") == routes
         await hundred(run)
+        # An engine that refuses does not keep the other ranks, which need its parts of the weights, from reading theirs.
+        await run.session.groups["rollout"].call("stop_after", 3, 0, ranks=[0])
+        with pytest.raises(WorkerError, match="no more of that"):
+            await phases.publish(run)
+        assert run.session.publisher.without("rollout", run.progress.weight_version) == [0, 1, 2, 3]
+        await phases.publish(run)
+        await check_equal(run)
 
     settings = ("pools.main={nodes: [3, 1], cpus: 0.4}", "roles.actor.workers=2", "trainer.sharding=fsdp", "roles.reward.cpus=0.4")
     directory = go(tmp_path, my_loop, f"cluster.address={raylets.address}", *settings)
@@ -176,7 +193,7 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
 
         # One dies in the middle: it is named, the others have no version that they could serve, and the next publication mends all.
         await moved(run)
-        await rollout.call("die_after", 7, ranks=[1])
+        await rollout.call("stop_after", 7, signal.SIGKILL, ranks=[1])
         with pytest.raises(WorkerDied) as died:
             await phases.publish(run)
         assert (died.value.fields["group"], died.value.fields["rank"], died.value.fields["method"]) == ("rollout", 1, "load_weights")
@@ -195,6 +212,10 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         assert await rollout.counted() == [1, loads[1]]
         await check_equal(run)
         await check_logprobs(run)
+
+        # What comes out of a warm start goes to the reference by the same way.
+        await publisher.give("ref", run.progress.weight_version)
+        assert await run.session.groups["ref"].digest() == [await run.session.groups["actor"].digest()]
 
         # One is late: it is named with what it was doing.
         await moved(run)
@@ -216,7 +237,8 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
             assert set(versions) == {run.progress.weight_version}
 
     pools = "pools={main: {nodes: [1], cpus: 0.4}, serve: {nodes: [2], cpus: 0.4}}"
-    directory = go(tmp_path, my_loop, pools, "roles.rollout.pool=serve", "roles.reward.cpus=0.4")
+    ref = ("roles.ref={pool: serve, workers: 1, worker: 'test_publication:ProbedRef'}", "algorithm.kl_coefficient=0.1")
+    directory = go(tmp_path, my_loop, pools, "roles.rollout.pool=serve", "roles.reward.cpus=0.4", *ref)
     assert shared_files(directory) == []
 
 

@@ -51,6 +51,7 @@ def test_a_ring_is_one_file_that_readers_follow_when_it_is_replaced(path: str):
     reader = Ring.open(path)
     assert reader.slot_bytes == 100
     assert reader.slot(3).tolist() == reader.slot(1).tolist() == [7] * 100
+    assert reader.slot(2).tolist() == [0] * 100, "the bucket before is still there"
     assert not reader.slot(0).flags.writeable
     assert os.stat(path).st_mode & 0o777 == 0o600
     assert reader.is_current

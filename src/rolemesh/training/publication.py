@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rolemesh.errors import RolemeshError, StaleWeights
+from rolemesh.errors import DeadlineExceeded, StaleWeights, WorkerDied
 from rolemesh.names import ACTOR
 from rolemesh.plan.routes import Place, Route, weight_route
 from rolemesh.runtime import Process, together
@@ -96,7 +96,7 @@ class Publisher:
             work.append(actor.call("give_parts", ranks=others))
         try:
             held: dict[int, int] = (await together(work))[0]
-        except RolemeshError:
+        except (WorkerDied, DeadlineExceeded):
             await actor.abort()  # its ranks may wait for one that is gone
             raise
         return held
