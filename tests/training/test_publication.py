@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from safetensors.torch import load_file
 from training_helpers import ONE_PROCESS, Quiet, only_run, small
 
 from rolemesh.batch import Batch
@@ -22,7 +22,7 @@ from rolemesh.observe import RunDirectory
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.ref import RefWorker
 from rolemesh.roles.rollout import RolloutWorker
-from rolemesh.roles.trained import GATHERED
+from rolemesh.roles.saving import GATHERED
 from rolemesh.runtime import register
 from rolemesh.runtime.janitor_process import key_of
 from rolemesh.training import loop, phases
@@ -282,6 +282,6 @@ def test_F21_a_resumed_run_serves_the_actors_weights_and_not_those_of_the_refere
         found["engine"] = (await run.session.groups["rollout"].digest())[0]
 
     run_training(small(tmp_path, *options, "trainer.steps=3"), Quiet(), resume=only_run(tmp_path), loop=my_loop)
-    saved = torch.load(only_run(tmp_path).checkpoint(2) / "actor.pt", weights_only=True)["model"]
+    saved = load_file(only_run(tmp_path).checkpoint(2) / "model" / "model.safetensors")
     assert found["version"] == 2
     assert found["engine"] == digest(saved.items())

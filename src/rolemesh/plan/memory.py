@@ -15,7 +15,8 @@ rank holds of them, when a row of ranks splits the model or a column shards it):
 | activations | T layers (58 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
 | activations | T (40 w + 12 i): one block, nothing is kept | ref |
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
-| copy while saving | 12 P: weights and moments. Only what exceeds activations and logits, which are gone by then | actor, critic |
+| copy while saving | 12 of all parameters over all ranks, in host memory, with `trainer.async_save`: weights and moments | actor, critic |
+| copy while saving | 4 P, when there is a warm start | ref |
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
@@ -60,6 +61,7 @@ SCORING_BYTES: Final = 120 * MIB
 """The process that scoring processes are forked from, with the verifiers and their libraries; measured, the larger ones take 114."""
 SCORING_PROCESS_BYTES: Final = 40 * MIB
 """One of them: pages of its own; measured, 26 when it begins."""
+COPY: Final = "copy while saving"
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
 FAST_FAMILIES: Final = ("llama", "qwen2", "qwen3")
@@ -77,7 +79,10 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
-        models += [replace(line, on_gpu=on_device) for line in _role_lines(config, role, facts[role], max(1, ranks.get(role, 0)))]
+        models += [
+            replace(line, on_gpu=on_device and line.what != COPY)
+            for line in _role_lines(config, role, facts[role], max(1, ranks.get(role, 0)))
+        ]
     if on_device:
         lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:
@@ -123,15 +128,14 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     found |= {"gradients": 4 * mine, "optimizer": 8 * mine, "activations": tokens * by_token}
     if role == ACTOR:
         found["logits"] = _logits(tokens, facts)
-    if (beyond := 12 * parameters - found["activations"] - found.get("logits", 0)) > 0:
-        found["copy while saving"] = beyond
-    return found
+    return found | ({COPY: 12 * -(-parameters // ranks)} if config.trainer.async_save else {})
 
 
 def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
     tokens = micro_batch_tokens(config, ranks, minibatches=1)
     block = 40 * facts.width + 12 * facts.mlp_width
-    return {"weights": 4 * facts.parameters, "activations": tokens * block, "logits": _logits(tokens, facts)}
+    found = {"weights": 4 * facts.parameters, "activations": tokens * block, "logits": _logits(tokens, facts)}
+    return found | ({COPY: 4 * facts.parameters} if config.trainer.async_save and config.sft is not None else {})
 
 
 def _logits(tokens: int, facts: ModelFacts) -> int:
@@ -234,6 +238,7 @@ _LOWER: Final = {
     "passes": "Lower rollout.slots or data.max_prompt_tokens",
     "activations": "Lower trainer.micro_batch_tokens",
     "logits": "Lower trainer.micro_batch_tokens",
+    COPY: "Set trainer.async_save=false",
 }
 
 

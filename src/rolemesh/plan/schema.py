@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rolemesh.errors import Problem
-from rolemesh.plan.routes import Route
+
+if TYPE_CHECKING:
+    from rolemesh.plan.routes import Route
 
 NODE_ID: Final = "ray.io/node-id"
 """Label with the id that a Ray cluster gives its nodes."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rolemesh.batch import Assembly, BlockMeta
+from rolemesh.errors import ResourceError
 from rolemesh.observe import Metrics, Span
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.store import StoreLink
@@ -155,8 +156,13 @@ class Report:
 
 
 OnAnswer = Callable[[Reply | Exception], None]
-"""Is told once, on any thread, what came of a call: the Reply, or WorkerDied when the process is gone, DataLost when a block is gone, and
-WorkerError when the answer cannot travel."""
+"""Is told once, on any thread, what came of a call: the Reply, or WorkerDied when the process is gone, DataLost when a block is gone,
+WorkerError when the answer cannot travel, and BatchError when the arguments cannot."""
+
+
+def taken(pool: str) -> ResourceError:
+    """What a backend says to the second pool of a name."""
+    return ResourceError.one(f"pool {pool}", "a name of its own", "a pool of this name", "Close that one first, or take another name")
 
 
 class Backend(Protocol):
@@ -199,7 +205,8 @@ class Backend(Protocol):
         ...
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        """Reserve the bundles. On expiry removes what it reserved and raises ResourceError with wanted and free per node."""
+        """Reserve the bundles. On expiry removes what it reserved and raises ResourceError with wanted and free per node; also for a name
+        that a pool of this backend has already."""
         ...
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:

@@ -16,9 +16,10 @@ from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
-from rolemesh.models import load_model, load_tokenizer, open_weights, save_model
+from rolemesh.models import load_model, load_tokenizer, open_weights, save_description
 from rolemesh.observe import Metrics
-from rolemesh.roles.trained import BY_MINIBATCH, GATHERED, TrainedWorker, engine_options, passes
+from rolemesh.roles.saving import GATHERED
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes
 from rolemesh.runtime import WorkerContext, register, shared_file
 from rolemesh.weights import Buffer, Outlet, WeightManifest, Weights
 
@@ -33,7 +34,8 @@ def actor_reads(*, config: Config) -> tuple[str, ...]:
 class ActorWorker(TrainedWorker):
     """One rank of the actor."""
 
-    state_file: ClassVar[str] = "actor.pt"
+    weights_file: ClassVar[str] = "model/model.safetensors"
+    optimizer_file: ClassVar[str] = "actor-optimizer.safetensors"
     engine: TrainEngine
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -136,12 +138,7 @@ class ActorWorker(TrainedWorker):
         """All weights, whole: for this process, and on all ranks at once where they are spread over these."""
         return self.engine.named_weights()
 
-    @register(dispatch=GATHERED)
-    def save(self, folder: str) -> None:
-        """Write the training state and a Hugging Face folder (`model/`) into an existing folder."""
-        super().save(folder)
-        if self.context.rank:
-            deque(self.engine.named_weights(), maxlen=0)
-            return
-        weights = dict(self.engine.named_weights())
-        save_model(Path(folder) / "model", self.engine.empty_model, load_tokenizer(self.config.model), state_dict=weights)
+    def describe(self, folder: Path) -> None:
+        """With config and tokenizer the weights are a Hugging Face folder."""
+        names = [name for name, _ in self.engine.empty_weights()]
+        save_description((folder / self.weights_file).parent, self.engine.empty_model, load_tokenizer(self.config.model), names)

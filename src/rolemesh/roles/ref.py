@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rolemesh.algorithms import REFERENCE_READS, REFERENCE_WRITES, reference_columns
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Scorer
+from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.models import load_model
+from rolemesh.roles.saving import SavedWorker
 from rolemesh.roles.taker import WeightTaker
 from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import Weights
 
 
-class RefWorker(WeightTaker):
+class RefWorker(SavedWorker, WeightTaker):
     """One copy of the reference model."""
 
-    state_file: ClassVar[str] = "ref.safetensors"
+    weights_file: ClassVar[str] = "ref.safetensors"
     """Where its weights lie in a checkpoint; only after a warm start, else they are those of the model's folder."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -52,12 +54,15 @@ class RefWorker(WeightTaker):
         self.scorer.load_weights((name, weight.clone()) for name, weight in weights)
         return version
 
-    @register(dispatch="rank_zero")
-    def save(self, folder: str) -> None:
-        """Write the weights into an existing folder."""
-        save_file({name: weight.contiguous() for name, weight in self.scorer.named_weights()}, Path(folder) / self.state_file)
+    def files(self) -> dict[str, TensorFile]:
+        """What it has in a checkpoint, by path in there. All copies are equal, and the first has a file of it."""
+        return {self.weights_file: TensorFile.of_whole(dict(self.scorer.named_weights()))} if self.context.rank == 0 else {}
+
+    @property
+    def copying(self) -> Copying:
+        return self.scorer.copying
 
     @register(dispatch="all", mutates=True)
-    def restore(self, folder: str) -> None:
+    def restore(self, folder: str, saved: dict[str, Any]) -> None:
         """Take up the weights of a checkpoint. Raises what safetensors raises for a file that does not fit."""
-        self.scorer.load_weights(load_file(Path(folder) / self.state_file).items())
+        self.scorer.load_weights(load_file(Path(folder) / self.weights_file).items())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from rolemesh.config.schema import Config
 from rolemesh.names import ACTOR
-from rolemesh.roles.actor import ActorWorker
 from rolemesh.runtime import Worker, register
 from rolemesh.weights import Buffer, Intake, Ring, WeightManifest, Weights
+
+if TYPE_CHECKING:
+    from rolemesh.roles.actor import ActorWorker
 
 
 class WeightTaker(Worker):
@@ -50,7 +52,7 @@ class WeightTaker(Worker):
             self._intake = None
 
     def _read_actor(self, version: int) -> int:
-        weights = cast(ActorWorker, self.peers[ACTOR]).named_weights()
+        weights = cast("ActorWorker", self.peers[ACTOR]).named_weights()
         try:
             return self.take_weights(weights, version)
         finally:

@@ -27,25 +27,30 @@ class Called:
         self.blocks: dict[int, tuple[Any, Any]] = {}
         """What each will have written."""
         self.answers: dict[int, Reply | Exception] = {}
-        self._loop = asyncio.get_running_loop()
+        """As `failed`, it changes on the controller's loop alone, between its steps."""
         self.failed = False
+        self._loop = asyncio.get_running_loop()
+        self._arrived: list[tuple[int, Reply | Exception]] = []
         self._waiting: list[asyncio.Future[None]] = []
 
     def answer(self, rank: int, answer: Reply | Exception) -> None:
         """On any thread: what came of it on a rank."""
-        self.answers[rank] = answer
-        if failed(answer):
-            self.failed = True
-        elif self.late:
-            return
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
-            self._loop.call_soon_threadsafe(self._wake)
+        self._arrived.append((rank, answer))
+        if failed(answer) or len(self._arrived) == len(self.processes):
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting.clear()
+
+    def _look(self) -> None:
+        """Take up what has arrived."""
+        for rank, answer in self._arrived[len(self.answers) :]:
+            self.answers[rank] = answer
+            self.failed = self.failed or failed(answer)
 
     @property
     def late(self) -> int:
@@ -57,17 +62,22 @@ class Called:
 
     async def settled(self) -> None:
         """Until all have answered, or one has failed."""
+        self._look()
         while self.late and not self.failed:
             await self._turn()
 
     async def over(self) -> None:
         """Until all have answered."""
+        self._look()
         while self.late:
             await self._turn()
 
     async def _turn(self) -> None:
         self._waiting.append(self._loop.create_future())
-        await self._waiting[-1]
+        try:
+            await self._waiting[-1]
+        finally:  # also when the time is over
+            self._look()
 
     def replies(self) -> dict[int, Reply] | None:
         """By rank; None when not all are in or one has failed."""

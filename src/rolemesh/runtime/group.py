@@ -85,6 +85,7 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         if self.journal is not None:
             self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
+        self._check_places()
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -94,6 +95,14 @@ class WorkerGroup:
                 ", ".join(taken),
                 "Rename them",
             )
+
+    def _check_places(self) -> None:
+        """Two ranks in one place would be one worker."""
+        there, unit = len(self.pool.bundles), self.tensor_parallel
+        wanted, known = list(self.bundles), set(range(there))
+        if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= known or unit < 1 or len(wanted) % unit:
+            need = f"some of the places 0 to {there - 1} of pool {self.pool.name}, each once, in whole tensor-parallel groups of {unit}"
+            raise ConfigError.one(f"group {self.name}", need, f"bundles {wanted}", "Give one place for each rank")
 
     # -- create, init ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +133,12 @@ class WorkerGroup:
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
-        process = await self.pool.process(self.bundles[rank], deadline)
+        try:
+            await self._make(rank, await self.pool.process(self.bundles[rank], deadline), deadline)
+        except WorkerError as error:
+            raise named(error, self.name, rank, "__init__") from error.__cause__
+
+    async def _make(self, rank: int, process: Process, deadline: float) -> None:
         context = self._context(rank, process)
         make = make_of(self.worker_class, context, self.worker_kwargs)
         found = self.pool.resident(self.bundles[rank], self.name)
@@ -134,10 +148,7 @@ class WorkerGroup:
         spec = WorkerSpec(
             group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
         )
-        try:
-            await self.pool.backend.add_worker(process, spec, deadline)
-        except WorkerError as error:
-            raise named(error, self.name, rank, "__init__") from error.__cause__
+        await self.pool.backend.add_worker(process, spec, deadline)
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         there = self.pool.bundles
@@ -207,14 +218,19 @@ class WorkerGroup:
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_") or method not in self._methods:
-            known = ", ".join(sorted(self._methods)) if not method.startswith("_") else ""
-            raise AttributeError(f"group {self.name!r} has no registered method {method!r}; it has {known}")
+        if method.startswith("_"):
+            raise AttributeError(method)
+        self._registered(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await self.call(method, *args, **kwargs)
 
         return call
+
+    def _registered(self, method: str) -> Settled:
+        if method not in self._methods:
+            raise AttributeError(f"group {self.name!r} has no registered method {method!r}; it has {', '.join(sorted(self._methods))}")
+        return self._methods[method]
 
     async def call(
         self,
@@ -233,13 +249,16 @@ class WorkerGroup:
         10 s to come back, and the first cause is raised. Raises WorkerError, WorkerDied, DeadlineExceeded naming the ranks that did
         not answer and what they were doing, NotJoined, or BatchError for arguments that do not fit.
         """
-        registered = self._methods[method]
+        registered = self._registered(method)
         batch, rest = (args[0], args[1:]) if args and isinstance(args[0], BatchRef) else (None, args)
         chosen = self._chosen(ranks, method, batch)
         topology = Topology(world_size=len(chosen), tensor_parallel=self.tensor_parallel)
         request = Request(method=method, batch=batch, args=rest, kwargs=kwargs, reads=registered.reads)
-        split = zip(chosen, registered.dispatch.split(topology, request), strict=True)
-        shares = {rank: share for rank, share in split if share is not None}
+        split = registered.dispatch.split(topology, request)
+        if len(split) != len(chosen):
+            must = f"its dispatch {registered.dispatch.name!r} must return a share, or None, for each of {len(chosen)} ranks"
+            raise BatchError(f"{self.name}.{method}(): {must}, got {len(split)}")
+        shares = {rank: share for rank, share in zip(chosen, split, strict=True) if share is not None}
         if self._communicates and not self._joined and len(shares) == self.world_size and method not in LIFE:
             raise NotJoined(group=self.name, method=method)
         started = self.pool.backend.time()

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, Report, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, Report, WorkerSpec, taken
 from rolemesh.runtime.faults import Faults
 from rolemesh.runtime.host import Answered, ProcessHost
 from rolemesh.runtime.local import Held, LocalBackend
@@ -101,11 +101,13 @@ class SimulatedBackend(LocalBackend):
         return Inventory(nodes=tuple(nodes), origin="simulation")
 
     def _free(self, node: NodeInfo) -> tuple[float, float]:
-        taken = [shares.get(node.name, (0.0, 0)) for shares in self._reserved.values()]
-        return node.cpus - sum(cpus for cpus, _ in taken), node.gpus - sum(gpus for _, gpus in taken)
+        used = [shares.get(node.name, (0.0, 0)) for shares in self._reserved.values()]
+        return node.cpus - sum(cpus for cpus, _ in used), node.gpus - sum(gpus for _, gpus in used)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         """Waits until others give back what it needs, as on a cluster."""
+        if name in self._pools:
+            raise taken(name)
         wanted = _wanted(bundles, nodes)
         ends = self.time() + deadline
         while problems := self._shortage(name, wanted):

@@ -13,6 +13,7 @@ from rolemesh.engines.train.forward import TokenScorer
 from rolemesh.engines.train.fsdp import Root
 from rolemesh.engines.train.microbatch import Passes
 from rolemesh.engines.train.packing import use_packed_attention
+from rolemesh.engines.train.tensor_file import Copying
 from rolemesh.engines.train.weights import copy_weights, named_weights
 
 
@@ -30,6 +31,7 @@ class Scorer:
     ) -> None:
         """Arguments as those of `TrainEngine`: equal ones give the policy's log-probabilities for the policy's weights, to the last bit.
         Raises ValueError for a model that is not causal."""
+        self.copying = Copying()
         self.model = model.to(device).requires_grad_(False).eval()
         packing = packing and use_packed_attention(self.model)
         where = torch.device(device)
@@ -48,4 +50,5 @@ class Scorer:
     def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over the weights of a policy, for instance after its supervised warm start, by copying. Raises ValueError, and changes
         nothing, when names or shapes do not fit."""
+        self.copying.wait()
         copy_weights(self.model, given)

@@ -28,10 +28,10 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
@@ -103,7 +103,11 @@ class RayBackend:
         return self._cluster.address
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            main.close()  # else Python complains that nobody has awaited it
+            raise
         return asyncio.run(main)
 
     def time(self) -> float:
@@ -152,17 +156,19 @@ class RayBackend:
         if gone:
             known = ", ".join(alive.values())
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
+        if name in self._pools:
+            raise taken(name)
         pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
         self._kept.discard(name)
-        for node in sorted({bundle.node for bundle in bundles}):
-            reserved, homes = pool.layout(node)
-            selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(reserved)
-            pool.groups[node] = placement_group(
-                reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
-            )
-            pool.homes.update(homes)
         ends = self.time() + deadline
         try:
+            for node in sorted({bundle.node for bundle in bundles}):
+                shares, homes = pool.layout(node)
+                selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(shares)
+                pool.groups[node] = placement_group(
+                    shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
+                )
+                pool.homes.update(homes)
             waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
             problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
         except BaseException:
@@ -223,15 +229,15 @@ class RayBackend:
         pool = self._pools[spec.pool]
         bundle, node = pool.bundles[spec.bundle], pool.nodes[pool.bundles[spec.bundle].node]
         group = pool.groups[bundle.node]
-        taken = amounts(bundle)
+        shares = amounts(bundle)
         ends = self.time() + deadline
         host = RayHost.options(  # type: ignore[attr-defined]
             name=spec.name,
             namespace=NAMESPACE,
             lifetime=self._lifetime,
-            num_cpus=taken.pop("CPU", 0),
-            num_gpus=taken.pop("GPU", 0),
-            resources=taken,
+            num_cpus=shares.pop("CPU", 0),
+            num_gpus=shares.pop("GPU", 0),
+            resources=shares,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
         try:
@@ -259,10 +265,14 @@ class RayBackend:
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         numbers = others = None
-        if call.writes:
-            reply, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
-        else:
-            reply = process.handle.answer.remote(flat_call(call), *blocks)
+        try:
+            if call.writes:
+                reply, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+            else:
+                reply = process.handle.answer.remote(flat_call(call), *blocks)
+        except Exception as error:  # noqa: BLE001 - the process boundary: arguments are pickled, by code of their own
+            answered(_unsent(process, call, error))
+            return None, None
         # What `reply.future()` does itself, without a future, which costs more than all the rest here. It needs the reference until then.
         reply._on_completed(partial(_tell, answered, process, reply))
         return numbers, others
@@ -310,6 +320,13 @@ def _tell(answered: OnAnswer, process: Process, reply: Any, found: list[Any] | E
     if told is not found:
         told.__cause__ = found
     answered(told)
+
+
+def _unsent(process: Process, call: Call, error: Exception) -> BatchError:
+    found = f"{type(error).__name__}: {first_lines(error)}"
+    told = BatchError(f"{call.group}.{call.method}(): the arguments for process {process.spec.name} cannot be sent: {found}")
+    told.__cause__ = error
+    return told
 
 
 def _remove(groups: Iterable[Reserved]) -> None:
