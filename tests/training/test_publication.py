@@ -138,6 +138,7 @@ async def hundred(run: TrainingRun) -> None:
     for version in range(100):
         await phases.publish(run)
         await check_equal(run)
+        assert run.session.publisher.without("rollout", run.progress.weight_version) == []
         seen.add(tuple((await run.session.groups["actor"].digest()).values()))
         if version % 33 == 0:
             await check_logprobs(run)
