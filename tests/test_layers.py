@@ -49,7 +49,7 @@ LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
     *(f"models/{module}.py" for module in ("load", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
-    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "trained")),
+    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "taker", "trained")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 
@@ -58,6 +58,7 @@ SWALLOWS = {
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
+    "weights/intake.py": "an engine loads in a thread; what it raises there is raised again by the one that hands the weights over",
     "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }

@@ -107,10 +107,12 @@ class BatchError(RolemeshError):
 
 
 class DeadlineExceeded(RolemeshError):
-    """A wait ended without result."""
+    """A wait ended without result. For the call of a group its name, and the ranks that did not answer."""
 
-    def __init__(self, *, waiter: str, subject: str, seconds: float, last_report: str = "") -> None:
-        super().__init__(waiter=waiter, subject=subject, seconds=seconds, last_report=last_report)
+    def __init__(
+        self, *, waiter: str, subject: str, seconds: float, last_report: str = "", group: str = "", ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(waiter=waiter, subject=subject, seconds=seconds, last_report=last_report, group=group, ranks=ranks)
 
     @classmethod
     def message(cls, **fields: Any) -> str:

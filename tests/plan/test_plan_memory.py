@@ -61,8 +61,7 @@ def test_every_line_by_its_formula():
         ("rollout", "passes"): (1024 * (4 * 8 + 4 * 5 + 2 * 2 * 5 + 3 * 16) + 2 * 7 * 4 * 16) * 4,
     }
     assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES, ("reward", "scoring processes"): (120 + 40) * 2**20}
-    assert lines(plan, 2) == {("actor", "published weights"): 2 * 4 * 1000}
-    assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward"), ("", "node")]
+    assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward")]  # nothing is published
 
 
 def test_critic_and_reference_have_formats_of_their_own():

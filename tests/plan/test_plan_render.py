@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -32,7 +33,8 @@ def test_json_has_the_promised_shape():
     assert data["workers"][-1]["role"] == "reward"
     assert data["workers"][-1]["slot"] is None
     assert data["pools"]["main"]["slots"][2] == {"index": 2, "node": "node-1", "local_index": 0, "cpus": 4.0, "gpus": 1}
-    assert set(data["memory"]) == {"main", "main/reward", "node"}
+    assert set(data["memory"]) == {"main", "main/reward"}
+    assert [worker["weights"] for worker in data["workers"] if worker["role"] == "rollout"] == ["process"] * 3
     assert data["memory"]["main"]["total_bytes"] == plan.memory[0].total_bytes
     assert data["problems"] == []
     bad = plan_json(build_plan(GPUS, parse_nodes("1x0:2c"), FACTS))
@@ -106,6 +108,26 @@ def test_spares_helpers_layouts_labels_and_stages_are_drawn():
         "spare slots",
     ):
         assert part in text
+
+
+def test_ways_of_weights_are_drawn_and_counted_once_a_node():
+    """Two actor workers share slots with rollout workers; the others are on the first node, or on another one."""
+    config = Config.model_validate(
+        {
+            "pools": {"main": {"nodes": [3]}, "far": {"nodes": [0, 1]}},
+            "roles": {"actor": {"workers": 2}, "rollout": {}, "reward": {}},
+            "trainer": {"bucket_mib": 2},
+        }
+    )
+    plan = build_plan(config, parse_nodes("2x8"), FACTS)
+    assert "weights reach rollout 0-1 in the actor's process; rollout 2 through shared memory" in drawn(plan)
+    assert plan_json(plan)["memory"]["node"]["total_bytes"] == 4 * 4 * 1000  # the model is smaller than a bucket
+    large = build_plan(config, parse_nodes("2x8"), replace(FACTS, parameters=10**7))
+    assert plan_json(large)["memory"]["node"]["total_bytes"] == 4 * 2 * 2**20
+    far = config.model_copy(update={"roles": config.roles | {"rollout": config.roles["rollout"].model_copy(update={"pool": "far"})}})
+    assert "weights reach rollout 0 through the object store" in drawn(build_plan(far, parse_nodes("2x8"), FACTS))
+    local = config.model_copy(update={"backend": "local"})
+    assert [worker.weights for worker in build_plan(local, parse_nodes("1x8"), FACTS).of_role("rollout")][1:] == ["process", "object_store"]
 
 
 def test_json_as_text_is_the_same_data():

@@ -264,6 +264,8 @@ class TrainerConfig(Section):
     layer by layer (FSDP2)."""
     activation_checkpointing: bool = False
     """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
+    bucket_mib: Positive = 64
+    """MiB of a bucket in which weights are published to other processes; a node's shared memory holds two."""
     learning_rate: NotNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NotNegative = 0

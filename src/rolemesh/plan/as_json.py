@@ -83,7 +83,8 @@ def _worker(worker: WorkerPlan, names: list[str]) -> dict[str, Any]:
         "cpus": worker.cpus,
         "gpus": worker.gpus,
     }
-    return found | {"resources": worker.resources} if worker.resources else found
+    more = {"resources": worker.resources, "weights": worker.weights}
+    return found | {name: value for name, value in more.items() if value}
 
 
 def _memory(entry: PoolMemory) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from typing import Final
 from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import ACTOR, CRITIC, REWARD
+from rolemesh.names import ACTOR, CRITIC, REWARD, ROLLOUT
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
 from rolemesh.plan.memory import WITH_MODEL, check_memory, node_memory, pool_memory, reward_memory
 from rolemesh.plan.placement import PROCESS_ROLES, Counts, Placement, place, too_many_workers
+from rolemesh.plan.routes import Place, weight_route
 from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.shares import Shares, divide_cpus
 from rolemesh.plan.spares import spare_advice, starved
@@ -59,6 +60,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
             workers[role] = list(_process_workers(config, role, placement, shares))
         elif config.roles[role].pool in placement.slots:
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
+    workers |= {ROLLOUT: list(_routed(config, workers))} if ROLLOUT in workers else {}
     models = _models(config, facts, problems)
     problems += _indivisible(config, models)
     memory = _memory(config, models, inventory.nodes, placement, workers, problems)
@@ -137,6 +139,19 @@ def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Prob
             gpus=slot.gpus,
             resources=slot.resources,
         )
+
+
+def _routed(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator[WorkerPlan]:
+    """Rollout workers, each with the way on which weights come to it."""
+    actors, shared = [_place_of(worker) for worker in workers.get(ACTOR, ())], config.backend == "ray"
+    processes = {actor.process for actor in actors}
+    for taker in workers[ROLLOUT]:
+        way = weight_route(_place_of(taker), actors[0], processes, shared_memory=shared) if actors else None
+        yield replace(taker, weights=way)
+
+
+def _place_of(worker: WorkerPlan) -> Place:
+    return Place((worker.pool, worker.slot), worker.node)
 
 
 def _process_workers(config: Config, role: str, placement: Placement, shares: Shares) -> Iterator[WorkerPlan]:
@@ -231,8 +246,8 @@ def _memory(
     for role, counts in placement.processes.items():
         memory.append(reward_memory(config, role))
         places.append(counts)
-    if ACTOR in models:
-        memory.append(node_memory(models[ACTOR]))
+    if ACTOR in models and any(worker.weights != "process" for worker in workers.get(ROLLOUT, ())):
+        memory.append(node_memory(config, models[ACTOR]))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
     problems += check_memory(nodes, memory, places, {name: _devices(config, name) for name in config.pools})
     return tuple(memory)

@@ -25,8 +25,9 @@ rank holds of them, when a row of ranks splits the model or a column shards it):
 | process | Python, torch and their libraries | each process |
 | context | on a device: 600 MiB | each process |
 | scoring processes | 120 MiB, and 40 MiB for each of them | reward |
-| published weights | 8 P: one version in the node's shared memory, and the buffer it is packed in | each node |
+| published weights | 4 buckets (`trainer.bucket_mib`, or the embedding if larger): two packed, two in the object store | each node |
 
+No weights are published where every rollout worker shares a process with the actor.
 With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch:
 `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of hidden and heads head_dim, i the
 intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a token. The constants of activations
@@ -98,9 +99,10 @@ def reward_memory(config: Config, role: str) -> PoolMemory:
     return PoolMemory(pool=config.roles[role].pool, process=role, lines=tuple(lines))
 
 
-def node_memory(facts: ModelFacts) -> PoolMemory:
+def node_memory(config: Config, facts: ModelFacts) -> PoolMemory:
     """What the processes of a node share, once."""
-    return PoolMemory(pool="", process="node", lines=(MemoryLine(role=ACTOR, what="published weights", bytes=8 * facts.parameters),))
+    bucket = min(4 * facts.parameters, max(config.trainer.bucket_mib * MIB, 4 * facts.vocab * facts.hidden))
+    return PoolMemory(pool="", process="node", lines=(MemoryLine(role=ACTOR, what="published weights", bytes=4 * bucket),))
 
 
 def _role_lines(config: Config, role: str, facts: ModelFacts, ranks: int) -> Iterator[MemoryLine]:

@@ -22,6 +22,7 @@ from rolemesh.plan.as_json import memory_name
 from rolemesh.plan.balance import seconds
 from rolemesh.plan.ledger import amounts_text, number
 from rolemesh.plan.memory import size
+from rolemesh.plan.routes import ROUTE_WORDS, Route
 from rolemesh.plan.schema import NodeInfo, Plan, Slot, WorkerPlan
 
 _STYLES: Final = {ACTOR: "cyan", ROLLOUT: "green", REF: "blue", CRITIC: "magenta", REWARD: "yellow", TEACHER: "bright_blue"}
@@ -40,6 +41,8 @@ def render_plan(plan: Plan, console: Console) -> None:
     console.print(Text.assemble(("Plan ", "bold"), f"for {plan.origin}: {what}"))
     if plan.workers:
         console.print(_roles_table(plan))
+        if ways := _weight_ways(plan):
+            console.print(Text(f"weights reach {ways}", style="dim"))
         console.print(Group(*_node_boxes(plan)))
     if plan.memory:
         console.print(_memory_table(plan))
@@ -107,6 +110,15 @@ def _roles_table(plan: Plan) -> Table:
     cpus, processes = f"{number(float(total['cpus']))} in all", f"{total['processes']} process{'es' if total['processes'] != 1 else ''}"
     table.add_row("total", "", "", str(len(plan.workers)), processes, cpus, f"{total['gpus']} in all")
     return table
+
+
+def _weight_ways(plan: Plan) -> str:
+    """`rollout 0-1 in the actor's process; rollout 2 through shared memory`."""
+    ranks: dict[tuple[str, Route], list[int]] = {}
+    for worker in plan.workers:
+        if worker.weights is not None:
+            ranks.setdefault((worker.role, worker.weights), []).append(worker.rank)
+    return "; ".join(f"{role} {ranges(found, _RANGES)} {ROUTE_WORDS[route]}" for (role, route), found in ranks.items())
 
 
 def _add_helpers(table: Table, plan: Plan) -> None:

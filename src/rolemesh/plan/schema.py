@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rolemesh.errors import Problem
+
+if TYPE_CHECKING:
+    from rolemesh.plan.routes import Route
 
 NODE_ID: Final = "ray.io/node-id"
 """Label with the id that a Ray cluster gives its nodes."""
@@ -121,6 +124,8 @@ class WorkerPlan:
     """CPUs of the process (shared with the other roles of the slot)."""
     gpus: float
     resources: Mapping[str, float] = field(default_factory=dict)
+    weights: Route | None = None
+    """How the actor's weights reach it, if it serves them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from rolemesh.models import load_model, load_tokenizer, open_weights, save_descr
 from rolemesh.observe import Metrics
 from rolemesh.roles.saving import GATHERED
 from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes
-from rolemesh.runtime import WorkerContext, register
-from rolemesh.weights import WeightManifest, pack
+from rolemesh.runtime import WorkerContext, register, shared_file
+from rolemesh.weights import Buffer, Outlet, WeightManifest, Weights
 
 if TYPE_CHECKING:
     from rolemesh.protocols.algorithm import StepTerms, TokenBatch
@@ -42,6 +42,7 @@ class ActorWorker(TrainedWorker):
         super().__init__(context)
         self.config = config
         self.algorithm = create_algorithm(config)
+        self._outlet = Outlet(bucket_bytes=config.trainer.bucket_mib * 2**20, path=shared_file("weights"), leads=context.rank == 0)
 
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder or from the seed."""
@@ -118,13 +119,24 @@ class ActorWorker(TrainedWorker):
     # -- weights and checkpoints ---------------------------------------------------------------------------------------------
 
     @register(dispatch=GATHERED, stores=True)
-    def publish(self, version: int) -> tuple[WeightManifest | None, np.ndarray | None]:
-        """All weights as one flat buffer under a version. The buffer stays in the first rank's node's shared memory until it is dropped;
-        other ranks only give their parts."""
-        if self.context.rank:
-            deque(self.engine.named_weights(), maxlen=0)
-            return None, None
-        return pack(self.engine.named_weights(), version, like=self.engine.empty_weights())
+    def publish(self, version: int, number: int, *, shared: bool, stored: bool) -> tuple[WeightManifest | None, Buffer | None]:
+        """Pack bucket `number` of a version, one after the other; the first brings the manifest of all. It lies in the node's shared
+        memory, or is answered as a stored object, or both. Other ranks than the first only give their parts."""
+        manifest = None
+        if number == 0:
+            forms, weights = self.engine.empty_weights(), self.named_weights()
+            manifest = self._outlet.begin(version, forms, weights, shared=shared)
+        bucket = self._outlet.pack(version, number)
+        return manifest, bucket if stored else None
+
+    @register(dispatch="all")
+    def give_parts(self) -> None:
+        """Take part where other ranks read all weights."""
+        deque(self.named_weights(), maxlen=0)
+
+    def named_weights(self) -> Weights:
+        """All weights, whole: for this process, and on all ranks at once where they are spread over these."""
+        return self.engine.named_weights()
 
     def describe(self, folder: Path) -> None:
         """With config and tokenizer the weights are a Hugging Face folder."""

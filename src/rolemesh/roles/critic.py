@@ -12,9 +12,10 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model
 from rolemesh.observe import Metrics
+from rolemesh.roles.taker import WeightTaker
 from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes
 from rolemesh.runtime import WorkerContext, register
-from rolemesh.weights import WeightManifest, unpack
+from rolemesh.weights import Weights
 
 
 def estimate_reads(*, config: Config) -> tuple[str, ...]:
@@ -29,7 +30,7 @@ def critic_reads(*, config: Config) -> tuple[str, ...]:
     return create_actor_critic(config).critic_reads
 
 
-class CriticWorker(TrainedWorker):
+class CriticWorker(TrainedWorker, WeightTaker):
     """One rank of the critic."""
 
     weights_file: ClassVar[str] = "critic.safetensors"
@@ -80,7 +81,7 @@ class CriticWorker(TrainedWorker):
         found = self.engine.compute_gradients(batch, self.algorithm.value_loss, metrics=Metrics())
         return {name: gradient.float().numpy() for name, gradient in found.items()}
 
-    @register(dispatch="all", mutates=True)
-    def load_backbone(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
-        """Take over the body of the policy with these published weights; the head stays."""
-        self.engine.load_backbone(unpack(manifest, buffer))
+    def take_weights(self, weights: Weights, version: int) -> int:
+        """Take over the body of the policy with these weights; the head stays."""
+        self.engine.load_backbone((name, weight.clone()) for name, weight in weights)
+        return version

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -16,11 +15,12 @@ from rolemesh.engines.train import Scorer
 from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.models import load_model
 from rolemesh.roles.saving import SavedWorker
+from rolemesh.roles.taker import WeightTaker
 from rolemesh.runtime import WorkerContext, register
-from rolemesh.weights import WeightManifest, unpack
+from rolemesh.weights import Weights
 
 
-class RefWorker(SavedWorker):
+class RefWorker(SavedWorker, WeightTaker):
     """One copy of the reference model."""
 
     weights_file: ClassVar[str] = "ref.safetensors"
@@ -49,10 +49,10 @@ class RefWorker(SavedWorker):
         """Log-probabilities of every row's response tokens under the reference, and the row's divergence from it."""
         return reference_columns(batch, self.scorer.logprobs(batch, temperature), self.config.algorithm.kl_kind)
 
-    @register(dispatch="all", mutates=True)
-    def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
-        """Be the policy with these published weights from here on: what came out of the warm start."""
-        self.scorer.load_weights(unpack(manifest, buffer))
+    def take_weights(self, weights: Weights, version: int) -> int:
+        """Be the policy with these weights from here on: what came out of the warm start."""
+        self.scorer.load_weights((name, weight.clone()) for name, weight in weights)
+        return version
 
     def files(self) -> dict[str, TensorFile]:
         """What it has in a checkpoint, by path in there. All copies are equal, and the first has a file of it."""

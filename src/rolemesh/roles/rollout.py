@@ -15,9 +15,10 @@ from rolemesh.engines.rollout import create_engine
 from rolemesh.errors import StaleWeights
 from rolemesh.models import load_model, load_tokenizer, stop_token_ids
 from rolemesh.protocols.engine import Completion, EngineHealth, Request, RolloutEngine, Sampling
-from rolemesh.runtime import Dispatch, Worker, WorkerContext, register
+from rolemesh.roles.taker import WeightTaker
+from rolemesh.runtime import Dispatch, WorkerContext, register
 from rolemesh.runtime.dispatch import collect_first, split_all
-from rolemesh.weights import WeightManifest, unpack
+from rolemesh.weights import Weights
 
 WRITES = (
     *("response_ids", "response", "rollout_logprobs", "response_length", "finish_reason"),
@@ -27,7 +28,7 @@ ONE_REPLICA = Dispatch(name="one_replica", split=split_all, collect=collect_firs
 """The same to all ranks of a replica, of which the first answers."""
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(WeightTaker):
     """One engine with its own copy of the weights."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -53,12 +54,11 @@ class RolloutWorker(Worker):
             device=self.context.device,
         )
 
-    @register(dispatch="all", mutates=True)
-    def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> int:
-        """Take over published weights; returns the version now held. Half-written buffers are refused and leave the engine refusing.
-        Requests of a round that was given up end."""
+    def take_weights(self, weights: Weights, version: int) -> int:
+        """Weights that do not fit, or do not come whole, are refused and leave the engine refusing. Requests of a round that was given up
+        end."""
         self.engine.abort()
-        self.engine.load_weights(unpack(manifest, buffer), manifest.version)
+        self.engine.load_weights(weights, version)
         return self.engine.weight_version
 
     @register(dispatch="all", mutates=True)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
 from rolemesh.batch import BatchRef
 from rolemesh.errors import DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
@@ -39,18 +40,11 @@ class Replica:
     ranks: tuple[int, ...]
     out: RolemeshError | None = None
     """Why it serves no more."""
-    holds: list[int] = field(default_factory=list)
-    """Weight version of each rank."""
     replaced: int = 0
 
 
-class _Weights(NamedTuple):
-    """The call by which replicas get the weights that they serve; it stays here, with what it refers to, for those that catch up."""
-
-    method: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    call_id: str
+Give = Callable[[Sequence[int]], Awaitable[Mapping[int, int]]]
+"""Has these ranks take the weights that are to be served, unless they hold them; returns the version that each holds then."""
 
 
 @dataclass(slots=True)
@@ -59,7 +53,7 @@ class RolloutManager(WorkerGroup):
 
     replicas: list[Replica] = field(init=False)
     _turn: asyncio.Lock = field(init=False)
-    _weights: _Weights | None = field(default=None, init=False)
+    _give: Give | None = field(default=None, init=False)
     _open: dict[str, list[CallRecord]] = field(default_factory=dict, init=False)
     """Calls so far, by the id of the one call that they are told as."""
     _answer_tokens: float | None = field(default=None, init=False)
@@ -73,34 +67,40 @@ class RolloutManager(WorkerGroup):
 
     # -- weights --------------------------------------------------------------------------------------------------------------
 
+    async def serve(self, give: Give) -> list[int]:
+        """Have all replicas take weights; returns the versions held by the ranks that serve. One that was out comes back; one that dies or
+        is late is left out, and the others are given them anew. `give` stays here for those that catch up. Raises its first error of any
+        other kind, and that of the last replica when none is left."""
+        self._give = give
+        await self._bring_back()
+        while True:
+            await self._require_one()
+            serving = [rank for replica in self._serving() for rank in replica.ranks]
+            try:
+                held = await give(serving)
+                return [held[rank] for rank in serving]
+            except (WorkerDied, DeadlineExceeded) as error:
+                if not (lost := self._lost(error)):
+                    raise
+                for replica in lost:
+                    self._put_out(replica, error)
+
+    def _lost(self, error: WorkerDied | DeadlineExceeded) -> list[Replica]:
+        """Whose fault it is; nobody's here when it is another group's."""
+        fields = error.fields
+        ranks = fields["ranks"] if isinstance(error, DeadlineExceeded) else (fields["rank"],)
+        return [replica for replica in self.replicas if fields["group"] == self.name and set(replica.ranks) & set(ranks)]
+
     async def load_weights(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Have all replicas take published weights; returns the versions held by the ranks that serve. One that was out comes back; one
-        that dies or is late is left out. Raises the first error of any other kind, and WorkerDied or DeadlineExceeded of the last
-        replica when none is left."""
-        return await self._serve("load_weights", args, kwargs)
+        """`serve` what one call of the workers' `load_weights` takes over."""
+        return await self.serve(partial(self._call_on, "load_weights", args, kwargs))
 
     async def serve_folder(self, *args: Any, **kwargs: Any) -> list[int]:
-        """As `load_weights`, of the model folder."""
-        return await self._serve("serve_folder", args, kwargs)
+        """`serve` the weights of the model folder."""
+        return await self.serve(partial(self._call_on, "serve_folder", args, kwargs))
 
-    async def _serve(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-        weights = _Weights(method, args, kwargs, uuid.uuid4().hex)
-        if len(self.replicas) > 1 or self._alone(self.replicas[0]):  # where one can come back
-            self._weights = weights
-        await self._bring_back()
-        with self._as_one(weights.call_id, method):
-            serving = self._serving()
-            errors = await asyncio.gather(*(self._load_into(replica, weights) for replica in serving), return_exceptions=True)
-        for replica, error in zip(serving, errors, strict=True):
-            if isinstance(error, WorkerDied | DeadlineExceeded):
-                self._put_out(replica, error)
-            elif error is not None:
-                raise error
-        await self._require_one()
-        return [version for replica in self._serving() for version in replica.holds]
-
-    async def _load_into(self, replica: Replica, weights: _Weights) -> None:
-        replica.holds = await self.call(weights.method, *weights.args, ranks=replica.ranks, call_id=weights.call_id, **weights.kwargs)
+    async def _call_on(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, int]:
+        return dict(zip(ranks, await self.call(method, *args, ranks=ranks, **kwargs), strict=True))
 
     # -- replicas -------------------------------------------------------------------------------------------------------------
 
@@ -123,20 +123,26 @@ class RolloutManager(WorkerGroup):
         return f"{self.name} rank {', '.join(map(str, replica.ranks))}"
 
     async def _bring_back(self) -> None:
-        """Let replicas serve again that can."""
-        await together(self._revive(replica) for replica in self.replicas if replica.out is not None)
-
-    async def _revive(self, replica: Replica) -> None:
+        """Let replicas serve again that can: those that are ready take the weights together."""
+        out = [replica for replica in self.replicas if replica.out is not None]
+        ready = [replica for replica, is_ready in zip(out, await together(map(self._is_ready, out)), strict=True) if is_ready]
         try:
-            if not await self._ready(replica):
-                return
-            if self._weights is not None:
-                await self._load_into(replica, self._weights)
+            if ready and self._give is not None:
+                await self._give([rank for replica in ready for rank in replica.ranks])
+        except (WorkerError, DeadlineExceeded) as error:
+            for replica in ready:
+                self.tell(f"{self._name_of(replica)} stays out: {error}")
+            return
+        for replica in ready:
+            replica.out = None
+            self.tell(f"{self._name_of(replica)} serves again")
+
+    async def _is_ready(self, replica: Replica) -> bool:
+        try:
+            return await self._ready(replica)
         except (WorkerError, DeadlineExceeded, ResourceError) as error:
             self.tell(f"{self._name_of(replica)} stays out: {error}")
-            return
-        replica.out = None
-        self.tell(f"{self._name_of(replica)} serves again")
+            return False
 
     async def _ready(self, replica: Replica) -> bool:
         """True when its processes are new, or idle. Those that are the rollout's alone are replaced, whatever they do."""

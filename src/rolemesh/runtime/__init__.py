@@ -10,6 +10,7 @@ from rolemesh.runtime.dispatch import DISPATCHES, Answer, Dispatch, Request, Sha
 from rolemesh.runtime.faults import Fault, Faults
 from rolemesh.runtime.group import Deadlines, WorkerGroup
 from rolemesh.runtime.guard import ResourceGuard
+from rolemesh.runtime.janitor import shared_file
 from rolemesh.runtime.kv_blocking import BlockingKvStore
 from rolemesh.runtime.kv_keeper import kept_alive
 from rolemesh.runtime.kv_store import KvLease, KvStore, KvWatch
@@ -65,6 +66,7 @@ __all__ = [
     "kept_alive",
     "merge",
     "register",
+    "shared_file",
     "split",
     "together",
 ]

@@ -364,7 +364,9 @@ class WorkerGroup:
         reports = await asyncio.gather(*(self._control(rank, "report", stack=True) for rank in late), return_exceptions=True)
         told = "; ".join(f"rank {rank}: {tell(report)}" for rank, report in zip(late, reports, strict=True))
         subject = f"{self.name}.{method}() on rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-        return DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline, last_report=told)
+        return DeadlineExceeded(
+            waiter="the controller", subject=subject, seconds=deadline, last_report=told, group=self.name, ranks=tuple(late)
+        )
 
     async def reports(self, *, stack: bool = False) -> list[Report | BaseException]:
         """What every rank's control thread says, in rank order; an exception where it does not answer."""

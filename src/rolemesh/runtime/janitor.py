@@ -112,3 +112,8 @@ def is_watched(run: str) -> bool:
     """True when a janitor of the run is alive on this machine."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(socket_of(run)) == 0
+
+
+def shared_file(name: str) -> str:
+    """Path of a file in this machine's shared memory for the run that this process works for; the janitor removes it with the run."""
+    return f"/dev/shm/rolemesh-{janitor_process.key_of(os.environ.get(RUN, ''))}-{name}"

@@ -40,12 +40,11 @@ async def warm_start(run: TrainingRun) -> None:
 async def _hand_on(run: TrainingRun) -> None:
     """What came out of the warm start is the reference, and the body of a critic that has no model of its own."""
     groups = run.session.groups
-    takers = [groups[REF].load_weights] if REF in groups else []
+    takers = [REF] if REF in groups else []
     if CRITIC in groups and run.config.algorithm.critic_path is None:
-        takers.append(groups[CRITIC].load_backbone)
-    if takers:
-        manifest, stored = await groups[ACTOR].publish(run.progress.weight_version)
-        await together(take(manifest, stored) for take in takers)
+        takers.append(CRITIC)
+    for role in takers:
+        await run.session.publisher.give(role, run.progress.weight_version)
 
 
 def draw(run: TrainingRun) -> BatchRef:
@@ -170,14 +169,11 @@ def _no_signal_message(run: TrainingRun) -> str:
 
 
 async def publish(run: TrainingRun) -> None:
-    """Give every rollout worker the actor's weights under the current version. Nothing to do when they hold it already."""
-    version = run.progress.weight_version
-    if run.session.published_version == version:
-        return
-    async with run.session.holding("publish", ACTOR, ROLLOUT):
-        manifest, stored = await run.session.groups[ACTOR].publish(version)
-        held = await run.session.groups[ROLLOUT].load_weights(manifest, stored)
-    run.session.confirm_published(version, held)
+    """Give every rollout worker the actor's weights under the current version. Nothing to do for those that hold it already."""
+    version, publisher = run.progress.weight_version, run.session.publisher
+    if publisher.without(ROLLOUT, version):
+        async with run.session.holding("publish", ACTOR, ROLLOUT):
+            await publisher.give(ROLLOUT, version)
 
 
 async def record(run: TrainingRun, done: StepBatch) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
-from rolemesh.errors import StaleWeights
 from rolemesh.observe import Journal
 from rolemesh.plan.build import KV_STORE
 from rolemesh.plan.schema import NodeInfo, Plan
@@ -20,6 +19,7 @@ from rolemesh.protocols.backend import Report
 from rolemesh.roles import ROLE_GROUPS, worker_class
 from rolemesh.runtime import Backend, CallRecord, Deadlines, KvStore, Pool, ResourceGuard, WorkerGroup, kept_alive, together
 from rolemesh.training.pools import Announce, TakenOver, bundle_of, planned_nodes, planned_pools, take_over
+from rolemesh.training.publication import Publisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class Session:
     ) -> None:
         """`taken`: pools that were taken over already, under the journal's epoch."""
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
-        self.published_version: int | None = None
+        self.publisher = Publisher(self)
         self._announce, self._warn, self._observer, self._journal = announce, warn, observer, journal
         self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
@@ -232,13 +232,6 @@ class Session:
         return assemble(assembly, await self.backend.fetch(refs, self.config.deadlines.call))
 
     # -- state ----------------------------------------------------------------------------------------------------------------
-
-    def confirm_published(self, version: int, held: Sequence[int]) -> None:
-        """Every rollout worker must hold the version just published. Raises StaleWeights naming the first that does not."""
-        for rank, found in enumerate(held):
-            if found != version:
-                raise StaleWeights(where=f"rollout rank {rank}", holds=found, asked=version)
-        self.published_version = version
 
     async def status(self) -> list[dict[str, Any]]:
         """One entry for each worker: what its process says it does, and since when."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,6 +86,8 @@ class FakeEngine(Lifecycle):
     def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._parameters is not None:
             self._parameters.load(weights)
+        else:
+            deque(weights, maxlen=0)  # any will do, but they have to come
 
     def _release(self, *, keep_weights: bool) -> None:
         if self._parameters is not None and not keep_weights:

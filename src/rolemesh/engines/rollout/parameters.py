@@ -40,7 +40,7 @@ class ParameterTable:
                 raise ValueError(f"parameter {name!r} came twice; send every parameter once")
             seen.add(name)
             if name in self._aliases:
-                tied.append((name, value))
+                tied.append((name, value.clone()))  # valid only until the next is asked for
             else:
                 target.copy_(value)
         missing = [name for name in self._parameters if name not in seen]

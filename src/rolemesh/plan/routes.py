@@ -1,0 +1,29 @@
+"""By which way published weights reach a worker. The plan shows it, and a publication asks again with where the workers are by then."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable
+from typing import Final, Literal, NamedTuple
+
+Route = Literal["process", "shared_memory", "object_store"]
+
+ROUTE_WORDS: Final[dict[Route, str]] = {
+    "process": "in the actor's process",
+    "shared_memory": "through shared memory",
+    "object_store": "through the object store",
+}
+
+
+class Place(NamedTuple):
+    """Where a worker is: what identifies its process, and its node."""
+
+    process: Hashable
+    node: Hashable
+
+
+def weight_route(taker: Place, packer: Place, processes: Container[Hashable], *, shared_memory: bool) -> Route:
+    """In one of the actor's `processes` its weights are read where they lie; on the node of the `packer`, the actor's first worker, they
+    come through shared memory if there may be any; elsewhere through the object store, which brings them to a node once."""
+    if taker.process in processes:
+        return "process"
+    return "shared_memory" if shared_memory and taker.node == packer.node else "object_store"

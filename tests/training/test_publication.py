@@ -1,0 +1,288 @@
+"""Publication as a run does it: by every route, over every fault, and under every memory option the engines hold what the trainer holds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from training_helpers import ONE_PROCESS, Quiet, only_run, small
+
+from rolemesh.batch import Batch
+from rolemesh.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rolemesh.observe import RunDirectory
+from rolemesh.roles.actor import ActorWorker
+from rolemesh.roles.ref import RefWorker
+from rolemesh.roles.rollout import RolloutWorker
+from rolemesh.roles.saving import GATHERED
+from rolemesh.runtime import register
+from rolemesh.runtime.janitor_process import key_of
+from rolemesh.training import loop, phases
+from rolemesh.training.launch import run_training
+from rolemesh.training.run import TrainingRun
+from rolemesh.weights import Weights
+
+PROBED = (
+    "sft=null",
+    "trainer.bucket_mib=1",
+    "roles.actor.worker=test_publication:Moving",
+    "roles.rollout.worker=test_publication:Probed",
+    "reward=[{name: 'test_publication:length_reward'}]",
+)
+SPLIT_LOCAL = ("backend=local", "pools={main: {nodes: [1]}, serve: {nodes: [1]}}", "roles.rollout.pool=serve")
+
+
+def length_reward(sample: Any, **options: object) -> float:
+    """Differs within a group even before the model can answer anything."""
+    return float(len(sample.response) + sum(map(ord, sample.response)) % 7)
+
+
+def digest(weights: Weights) -> dict[str, int]:
+    return {name: zlib.crc32(weight.detach().contiguous().numpy().tobytes()) for name, weight in weights}
+
+
+class Moving(ActorWorker):
+    """An actor whose weights change without training."""
+
+    @register(dispatch="all", mutates=True)
+    def move(self) -> None:
+        for tensor in self.engine._up.tensors.values():
+            tensor.mul_(1.001)
+
+    @register(dispatch=GATHERED)
+    def digest(self) -> dict[str, int]:
+        return digest(self.engine.named_weights())
+
+    @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "rollout_logprobs"))
+    def gap(self, batch: Batch, *, temperature: float) -> float:
+        """Largest difference between log-probabilities of trainer and engine."""
+        theirs = batch.rows("rollout_logprobs")
+        return max(float(np.abs(mine - their).max()) for mine, their in zip(self.engine.logprobs(batch, temperature), theirs, strict=True))
+
+
+class Probed(RolloutWorker):
+    """A rollout worker that says what its engine holds, and stops in the middle of a publication when it is told to."""
+
+    loads, stops_after, signal = 0, -1, 0
+
+    @register(dispatch="all")
+    def digest(self) -> dict[str, int]:
+        return digest(self.engine._model.named_parameters())
+
+    @register(dispatch="all")
+    def counted(self) -> int:
+        return self.loads
+
+    @register(dispatch="all")
+    def stop_after(self, weights: int, signal: int) -> None:
+        """By an exception if the signal is 0."""
+        self.stops_after, self.signal = weights, signal
+
+    @register(dispatch="all")
+    def version(self) -> int:
+        return self.engine.weight_version
+
+    def take_weights(self, weights: Weights, version: int) -> int:
+        self.loads += 1
+
+        def until() -> Weights:
+            for number, item in enumerate(weights):
+                if number == self.stops_after:
+                    self.stops_after = -1
+                    os.kill(os.getpid(), self.signal)
+                    raise ValueError("no more of that")
+                yield item
+
+        return super().take_weights(until(), version)
+
+
+class ProbedRef(RefWorker):
+    @register(dispatch="all")
+    def digest(self) -> dict[str, int]:
+        return digest(self.scorer.named_weights())
+
+
+async def moved(run: TrainingRun) -> None:
+    """A step that changes every weight."""
+    await run.session.groups["actor"].move()
+    run.progress.weight_version += 1
+
+
+async def check_equal(run: TrainingRun) -> None:
+    """Every engine holds the trainer's weights, bit for bit, under its version."""
+    expected, found = await run.session.groups["actor"].digest(), await run.session.groups["rollout"].digest()
+    assert found == [expected] * len(found)
+    assert await run.session.groups["rollout"].version() == [run.progress.weight_version] * len(found)
+
+
+async def check_logprobs(run: TrainingRun) -> None:
+    samples = await phases.generate(run, phases.draw(run))
+    assert max(await run.session.groups["actor"].gap(samples, temperature=run.config.rollout.temperature)) < 2e-5
+
+
+def go(tmp_path: Path, my_loop: Callable[[TrainingRun], Awaitable[None]], *overrides: str) -> RunDirectory:
+    run_training(small(tmp_path, *PROBED, *overrides), Quiet(), loop=my_loop)
+    return only_run(tmp_path)
+
+
+async def hundred(run: TrainingRun) -> None:
+    seen = set()
+    for version in range(100):
+        await phases.publish(run)
+        await check_equal(run)
+        assert run.session.publisher.without("rollout", run.progress.weight_version) == []
+        seen.add(tuple((await run.session.groups["actor"].digest()).values()))
+        if version % 33 == 0:
+            await check_logprobs(run)
+        await moved(run)
+    assert len(seen) == 100, "the check needs weights that change"
+
+
+@pytest.mark.parametrize(("layout", "route"), [(ONE_PROCESS, "process"), (SPLIT_LOCAL, "object_store")], ids=["process", "object-store"])
+def test_engines_in_one_process_are_bit_equal_after_each_of_100_publications(tmp_path: Path, layout: tuple[str, ...], route: str) -> None:
+    async def my_loop(run: TrainingRun) -> None:
+        assert [worker.weights for worker in run.session.plan.of_role("rollout")] == run.session.publisher.routes("rollout") == [route]
+        await hundred(run)
+
+    go(tmp_path, my_loop, *layout)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_routes_at_once_are_bit_equal_after_each_of_100_publications(raylets: Any, tmp_path: Path) -> None:
+    """Weights spread over the two first of three slots on a node; the last slot is on another node."""
+
+    async def my_loop(run: TrainingRun) -> None:
+        routes = ["process", "process", "shared_memory", "object_store"]
+        assert [worker.weights for worker in run.session.plan.of_role("rollout")] == run.session.publisher.routes("rollout") == routes
+        await hundred(run)
+        # An engine that refuses does not keep the other ranks, which need its parts of the weights, from reading theirs.
+        await run.session.groups["rollout"].call("stop_after", 3, 0, ranks=[0])
+        with pytest.raises(WorkerError, match="no more of that"):
+            await phases.publish(run)
+        assert run.session.publisher.without("rollout", run.progress.weight_version) == [0, 1, 2, 3]
+        await phases.publish(run)
+        await check_equal(run)
+
+    settings = ("pools.main={nodes: [3, 1], cpus: 0.4}", "roles.actor.workers=2", "trainer.sharding=fsdp", "roles.reward.cpus=0.4")
+    directory = go(tmp_path, my_loop, f"cluster.address={raylets.address}", *settings)
+    assert shared_files(directory) == []
+
+
+def shared_files(directory: RunDirectory) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"rolemesh-{key_of(directory.name)}")]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(tmp_path: Path) -> None:
+    async def my_loop(run: TrainingRun) -> None:
+        rollout, publisher = run.session.groups["rollout"], run.session.publisher
+        await phases.publish(run)
+        await check_equal(run)
+        assert shared_files(run.directory) == [f"rolemesh-{key_of(run.directory.name)}-weights"]
+
+        # One dies in the middle: it is named, the others have no version that they could serve, and the next publication mends all.
+        await moved(run)
+        await rollout.call("stop_after", 7, signal.SIGKILL, ranks=[1])
+        with pytest.raises(WorkerDied) as died:
+            await phases.publish(run)
+        assert (died.value.fields["group"], died.value.fields["rank"], died.value.fields["method"]) == ("rollout", 1, "load_weights")
+        assert await rollout.call("version", ranks=[0]) == [-1]
+        await rollout.replace(1)
+        with pytest.raises(WorkerError, match=r"StaleWeights: rollout rank . holds weight version -1, asked for 1"):
+            await phases.generate(run, phases.draw(run))
+        await phases.publish(run)
+        await check_equal(run)
+
+        # One that was replaced gets the present version before it serves, and nobody else has to load it again.
+        loads = await rollout.counted()
+        await rollout.replace(0)
+        assert publisher.without("rollout", run.progress.weight_version) == [0]
+        await phases.publish(run)
+        assert await rollout.counted() == [1, loads[1]]
+        await check_equal(run)
+        await check_logprobs(run)
+
+        # What comes out of a warm start goes to the reference by the same way.
+        await publisher.give("ref", run.progress.weight_version)
+        assert await run.session.groups["ref"].digest() == [await run.session.groups["actor"].digest()]
+
+        # One is late: it is named with what it was doing.
+        await moved(run)
+        rollout.deadlines = replace(rollout.deadlines, call=4.0, control=1.0)
+        os.kill(rollout.processes[0].pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match=r"waited 4.0 s for rollout.load_weights\(\) on rank 0 and gave up"):
+            await phases.publish(run)
+        os.kill(rollout.processes[0].pid, signal.SIGCONT)
+        rollout.deadlines = replace(rollout.deadlines, call=120.0, control=10.0)
+        assert publisher.without("rollout", run.progress.weight_version) == [0, 1]
+        await phases.publish(run)
+        await check_equal(run)
+
+        # F05: requests that come while weights change wait, and are answered by the version that they were made for.
+        for _ in range(3):
+            await moved(run)
+            _, samples = await asyncio.gather(phases.publish(run), phases.generate(run, phases.draw(run)))
+            versions = (await run.session.read(samples, ["weight_version"])).scalars("weight_version")
+            assert set(versions) == {run.progress.weight_version}
+
+    pools = "pools={main: {nodes: [1], cpus: 0.4}, serve: {nodes: [2], cpus: 0.4}}"
+    ref = ("roles.ref={pool: serve, workers: 1, worker: 'test_publication:ProbedRef'}", "algorithm.kl_coefficient=0.1")
+    directory = go(tmp_path, my_loop, pools, "roles.rollout.pool=serve", "roles.reward.cpus=0.4", *ref)
+    assert shared_files(directory) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_F02_no_memory_option_keeps_an_engine_from_the_trainers_version(tmp_path: Path) -> None:
+    async def cell(run: TrainingRun, *, sleeps: bool) -> None:
+        await phases.publish(run)
+        for number in run.steps():
+            await loop.step(run)
+            if sleeps:
+                await run.session.groups["actor"].sleep()
+            assert run.progress.weight_version == number
+            await check_equal(run)
+
+    cells = 0
+    for sharding in ("none", "fsdp"):
+        for checkpointing in ("false", "true"):
+            for sleeps in (False, True):
+                for name, layout in {"one": ONE_PROCESS, "split": SPLIT_LOCAL}.items():
+                    options = (f"trainer.sharding={sharding}", f"trainer.activation_checkpointing={checkpointing}", "trainer.steps=3")
+                    options += ("trainer.learning_rate=1e-3", *layout)
+                    folder = tmp_path / f"{sharding}-{checkpointing}-{sleeps}-{name}"
+                    go(folder, lambda run, sleeps=sleeps: cell(run, sleeps=sleeps), *options)
+                    cells += 1
+    assert cells == 16
+
+
+@pytest.mark.slow
+def test_F21_a_resumed_run_serves_the_actors_weights_and_not_those_of_the_reference(tmp_path: Path) -> None:
+    roles = "roles={actor: {pool: main, worker: 'test_publication:Moving'}, ref: {pool: main}, reward: {pool: main}, rollout: {pool: main, "
+    roles += "worker: 'test_publication:Probed'}}"
+    options = (*PROBED, *ONE_PROCESS, roles, "algorithm.kl_coefficient=0.1", "trainer.learning_rate=1e-3")
+    run_training(small(tmp_path, *options), Quiet())
+    found: dict[str, Any] = {}
+
+    async def my_loop(run: TrainingRun) -> None:
+        await phases.publish(run)
+        found["version"] = run.progress.weight_version
+        await check_equal(run)
+        found["engine"] = (await run.session.groups["rollout"].digest())[0]
+
+    run_training(small(tmp_path, *options, "trainer.steps=3"), Quiet(), resume=only_run(tmp_path), loop=my_loop)
+    saved = load_file(only_run(tmp_path).checkpoint(2) / "model" / "model.safetensors")
+    assert found["version"] == 2
+    assert found["engine"] == digest(saved.items())
