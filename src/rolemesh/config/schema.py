@@ -26,6 +26,18 @@ class Section(BaseModel):
     """Option that a text stands for: where a list of such sections is due, a text means one section with this option alone."""
 
 
+class LoraConfig(Section):
+    """A low-rank adapter (LoRA), which is trained in place of the model's own weights. It has no dropout: trainer and engine would give other
+    probabilities."""
+
+    rank: Positive = 16
+    """Rank of the adapter's matrices."""
+    alpha: Positive = 32
+    """The adapter's part is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Linear layers that get one, by name or last part of it (`[q_proj, v_proj]`); `all-linear` takes all but the output layer."""
+
+
 class ModelConfig(Section):
     """The policy model."""
 
@@ -40,6 +52,8 @@ class ModelConfig(Section):
     """Number format of the weights where they are served; where they are trained, of matrix products on float32 weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Off unless you know its author."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the actor's weights. A reference in the actor's pool is then the actor without it."""
 
 
 class SourceConfig(Section):

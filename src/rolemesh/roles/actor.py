@@ -17,6 +17,7 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.models import load_model, load_tokenizer, open_weights, save_model
+from rolemesh.models.lora import adapted_names, add_adapter
 from rolemesh.observe import Metrics
 from rolemesh.roles.trained import BY_MINIBATCH, GATHERED, TrainedWorker, engine_options, passes
 from rolemesh.runtime import WorkerContext, register
@@ -55,11 +56,14 @@ class ActorWorker(TrainedWorker):
 
     def _model(self) -> tuple[nn.Module, Mapping[str, Any] | None]:
         """The model with float32 weights; or without contents, and weights that each rank reads its part of when the ranks have met."""
-        model = self.config.model.model_copy(update={"dtype": "float32"})
+        chosen, seed = self.config.model.model_copy(update={"dtype": "float32"}), self.config.seed
         split = self.config.trainer.sharding != "none" or self.context.tensor_parallel > 1
-        if split and self.context.world_size > 1 and (found := open_weights(model)) is not None:
-            return found
-        return load_model(model, seed=self.config.seed), None
+        opened = open_weights(chosen) if split and self.context.world_size > 1 else None
+        model, weights = opened if opened is not None else (load_model(chosen, seed=seed), None)
+        if chosen.lora is not None:
+            add_adapter(model, chosen.lora, seed=seed, base=chosen.path)
+            weights = None if weights is None else adapted_names(model, weights)
+        return model, weights
 
     # -- policy ---------------------------------------------------------------------------------------------------------------
 
@@ -117,19 +121,19 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=GATHERED, stores=True)
     def publish(self, version: int) -> tuple[WeightManifest | None, np.ndarray | None]:
-        """All weights as one flat buffer under a version. The buffer stays in the first rank's node's shared memory until it is dropped;
+        """All weights as one flat buffer under a version, an adapter merged into them. The buffer stays in the first rank's node's shared memory until it is dropped;
         other ranks only give their parts."""
         if self.context.rank:
-            deque(self.engine.named_weights(), maxlen=0)
+            deque(self.engine.merged_weights(), maxlen=0)
             return None, None
-        return pack(self.engine.named_weights(), version, like=self.engine.empty_weights())
+        return pack(self.engine.merged_weights(), version, like=self.engine.empty_weights())
 
     @register(dispatch=GATHERED)
     def save(self, folder: str) -> None:
         """Write the training state and a Hugging Face folder (`model/`) into an existing folder."""
         super().save(folder)
         if self.context.rank:
-            deque(self.engine.named_weights(), maxlen=0)
+            deque(self.engine.merged_weights(), maxlen=0)
             return
-        weights = dict(self.engine.named_weights())
+        weights = dict(self.engine.merged_weights())
         save_model(Path(folder) / "model", self.engine.empty_model, load_tokenizer(self.config.model), state_dict=weights)

@@ -116,11 +116,6 @@ class Replica(ABC):
         """As it is set up: with this rank's parts of the weights."""
         return self._up.model
 
-    @property
-    def empty_model(self) -> nn.Module:
-        """The whole model, without contents."""
-        return self._skeleton
-
     def join(self, groups: Groups) -> None:
         """Be set up on these groups from here on. Raises ValueError when the ranks hold other weights or steps than one another, or this
         one parts of another layout."""
@@ -238,14 +233,13 @@ class Replica(ABC):
 
     # -- state --------------------------------------------------------------------------------------------------------------
 
-    def empty_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, shapes and formats of the weights, without contents."""
-        return ((name, tensor.to("meta")) for name, tensor in named_weights(self._skeleton))
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers, whole, one after the other; tensors that are tied once under their first name. Weights that
         this rank has the whole of come as they are, without a copy."""
-        return ((name, self._up.gathered(name, tensor)) for name, tensor in self._up.tensors.items())
+        return ((name, self._whole(name)) for name in self._up.tensors)
+
+    def _whole(self, name: str) -> Tensor:
+        return self._up.gathered(name, self._up.tensors[name])
 
     def state(self) -> dict[str, Any]:
         """Everything that the next update depends on, as whole copies: {"step", "model", "optimizer"}, loadable with `weights_only`.

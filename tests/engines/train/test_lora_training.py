@@ -1,0 +1,235 @@
+"""Training an adapter: gradients for every cut and layout, what a step changes, the reference below it, and published weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from grid import Grid, run_grid
+from train_support import AGGREGATIONS, algorithm, batch, engine, largest_gap, tiny_model
+
+from rolemesh.batch import Batch
+from rolemesh.config.schema import LoraConfig
+from rolemesh.engines.rollout import create_engine
+from rolemesh.engines.train import OptimizerSettings, Scorer, TrainEngine
+from rolemesh.engines.train.placed import without_weights
+from rolemesh.engines.train.weights import named_weights
+from rolemesh.models.lora import adapted_names, add_adapter, is_adapter
+from rolemesh.observe import Metrics
+from rolemesh.protocols.engine import Request, Sampling
+
+LORA = LoraConfig(rank=4, alpha=8)
+LAYOUTS = {"two ranks": (2, "none"), "two shards": (2, "fsdp"), "four shards": (4, "fsdp"), "four ranks": (4, "none")}
+"""Ranks, sharding."""
+CUTS = {
+    "4 rows padded": (4, False),
+    "2 rows padded": (2, False),
+    "1 row padded": (1, False),
+    "4 rows packed": (4, True),
+    "1 row packed": (1, True),
+}
+
+
+def adapted(seed: int = 0, *, fresh: bool = False) -> torch.nn.Module:
+    """With an adapter whose B is not 0, or A would have no gradient."""
+    model = tiny_model(seed)
+    add_adapter(model, LORA, seed=1)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and not fresh:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model
+
+
+def gradients(trainer: TrainEngine, data: Batch, mode: str = "token_mean") -> dict[str, torch.Tensor]:
+    prepared = algorithm(mode).prepare(batch(), Metrics())
+    prepared = prepared.take([int(np.flatnonzero((prepared.ids == row).all(1))[0]) for row in data.ids])
+    return trainer.compute_gradients(prepared, algorithm(mode).loss, temperature=1.0, metrics=Metrics())
+
+
+def update(trainer: TrainEngine, data: Batch) -> dict[str, float]:
+    metrics = Metrics()
+    trainer.update(data, algorithm().loss, temperature=1.0, metrics=metrics)
+    return dict(metrics.reduce())
+
+
+def copied(trainer: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.named_weights()}
+
+
+def plain_reference(data: Batch) -> list[np.ndarray]:
+    return Scorer(tiny_model(), micro_batch_tokens=24).logprobs(data, 0.7)
+
+
+def of_layout(grid: Grid, name: str) -> dict:
+    size, sharding = LAYOUTS[name]
+    groups, data = grid.groups(size), batch()
+    mine = data.take(list(range(8))[groups.rank :: size])
+    empty = without_weights(adapted())
+    read = adapted_names(empty, dict(tiny_model().named_parameters())) | {n: w for n, w in adapted().named_parameters() if is_adapter(n)}
+    options = {"weights": read} if sharding == "fsdp" else {}
+    trainer = engine(empty if options else adapted(), rows=2, sharding=sharding, activation_checkpointing=name == "four shards", **options)
+    trainer.join(groups)
+    found: dict = {"gradients": {mode: gradients(trainer, mine, mode) for mode in AGGREGATIONS}}
+    found["reference"] = trainer.reference_logprobs(mine, 0.7)
+    found["expected reference"] = plain_reference(mine)
+    found["logprobs"] = dict(zip(map(tuple, mine.ids.tolist()), trainer.logprobs(mine, 0.7), strict=True))
+    trainer.keep_reference()
+    for _ in range(3):
+        found["metrics"] = update(trainer, mine)
+    found["memory"], found["weights"] = trainer.memory(), copied(trainer)
+    found["kept"] = [trainer.reference_logprobs(mine, 0.7), [found["logprobs"][tuple(row)] for row in mine.ids.tolist()]]
+    found["after"] = copied(trainer)
+    trainer.sleep()
+    found["merged"] = dict(trainer.merged_weights())
+    found["adapter"] = trainer.adapter_weights()
+    return found
+
+
+def rank_main(grid: Grid) -> dict:
+    return {name: of_layout(grid, name) for name in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_grid(rank_main, 4, tmp_path_factory.mktemp("grid"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    """One process, one pass."""
+    data, trainer = batch(), engine(adapted())
+    found: dict = {"gradients": {mode: gradients(trainer, data, mode) for mode in AGGREGATIONS}}
+    found["logprobs"] = dict(zip(map(tuple, data.ids.tolist()), trainer.logprobs(data, 0.7), strict=True))
+    for _ in range(3):
+        found["metrics"] = update(trainer, data)
+    return found | {"memory": trainer.memory(), "weights": copied(trainer), "merged": dict(trainer.merged_weights())}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradient_does_not_depend_on_micro_batches_or_packing(alone: dict, cut: str):
+    rows, packing = CUTS[cut]
+    for mode in AGGREGATIONS:
+        found = gradients(engine(adapted(), rows=rows, packing=packing), batch(), mode)
+        assert largest_gap(found, alone["gradients"][mode]) < 1e-6
+    assert len(found) == 2 * 14
+    assert min(float(gradient.abs().max()) for gradient in found.values()) > 0
+
+
+def test_gradient_is_that_of_the_merged_weights():
+    """By the chain rule: with G the gradient of W + s B A, that of B is s G A^T and that of A is s B^T G."""
+    data, trainer, plain = batch(), engine(adapted()), tiny_model()
+    plain.load_state_dict(dict(trainer.merged_weights()))
+    found, whole, own = gradients(trainer, data), gradients(engine(plain), data), copied(trainer)
+    expected = {}
+    for name in (name.removesuffix(".lora_A.default.weight") for name in found if "lora_A" in name):
+        a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
+        expected |= {a: 2 * own[b].T @ whole[f"{name}.weight"], b: 2 * whole[f"{name}.weight"] @ own[a].T}
+    assert largest_gap(found, expected) < 1e-6
+
+
+def test_first_step_by_hand_changes_the_adapter_alone():
+    """AdamW's first step is the learning rate against the sign of the gradient. A fresh adapter moves B alone, since A's gradient is 0."""
+    data, trainer = batch(), engine(adapted(fresh=True), learning_rate=1e-3)
+    gradient, before = gradients(trainer, data), copied(trainer)
+    metrics = update(trainer, data)
+    after = copied(trainer)
+    for name in before:
+        if "lora_B" in name:
+            clear = gradient[name].abs() > 1e-5  # AdamW's epsilon hides smaller ones
+            step = (after[name] - before[name])[clear]
+            assert torch.allclose(step, -1e-3 * gradient[name][clear].sign(), rtol=2e-3, atol=0), name
+            assert clear.float().mean() > 0.5, name
+        else:
+            assert torch.equal(after[name], before[name]), name
+    norm = torch.cat([one.flatten() for one in gradient.values()]).norm()
+    assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    update(trainer, data)
+    assert all(torch.equal(weight, before[name]) for name, weight in copied(trainer).items() if not is_adapter(name))
+    assert all(not torch.equal(weight, before[name]) for name, weight in copied(trainer).items() if is_adapter(name))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_process(ranks: list[dict], alone: dict, name: str):
+    for found in (one[name] for one in ranks[: LAYOUTS[name][0]]):
+        for mode in AGGREGATIONS:
+            assert largest_gap(found["gradients"][mode], alone["gradients"][mode]) < 1e-6, mode
+        for row, logprobs in found["logprobs"].items():
+            assert logprobs == pytest.approx(alone["logprobs"][row], abs=1e-5)
+        assert found["weights"].keys() == alone["weights"].keys()
+        for weight, expected in ((found["weights"], alone["weights"]), (found["merged"], alone["merged"])):
+            assert max(float((weight[key] - expected[key]).abs().max()) for key in expected) < 2e-6
+        assert found["adapter"].keys() == {key for key in alone["weights"] if is_adapter(key)}
+        assert all(torch.equal(found["adapter"][key], found["weights"][key]) for key in found["adapter"])
+    first = ranks[0][name]["metrics"]
+    assert first["actor/grad_norm"] == pytest.approx(alone["metrics"]["actor/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_reference_is_a_copy_of_the_model_below_to_the_last_bit(ranks: list[dict], name: str):
+    for found in (one[name] for one in ranks[: LAYOUTS[name][0]]):
+        for mine, expected in zip(found["reference"], found["expected reference"], strict=True):
+            assert np.array_equal(mine, expected)
+        for kept, expected in zip(*found["kept"], strict=True):  # the adapter as it was
+            assert np.array_equal(kept, expected)
+        assert all(torch.equal(found["after"][key], weight) for key, weight in found["weights"].items())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_and_moments_are_those_of_the_adapter_alone(ranks: list[dict], alone: dict, name: str):
+    size, sharding = LAYOUTS[name]
+    weights = {key: weight.numel() for key, weight in alone["weights"].items()}
+    adapter = sum(count for key, count in weights.items() if is_adapter(key))
+    assert alone["memory"]["gradients"] == 4 * adapter
+    assert alone["memory"]["weights"] == 4 * sum(weights.values())
+    shares = [one[name]["memory"] for one in ranks[:size]]
+    copies = 1 if sharding == "fsdp" else size
+    assert sum(share["gradients"] for share in shares) == 4 * adapter * copies
+    assert sum(share["weights"] for share in shares) == 4 * sum(weights.values()) * copies
+    moments = sum(share["optimizer"] for share in shares) - 8 * adapter * copies
+    assert 0 <= moments <= 4 * 28 * size, "and one step number of each"
+
+
+def test_state_brings_back_adapter_reference_and_what_follows(tmp_path: Path):
+    data, trainer = batch(), engine(adapted())
+    update(trainer, data)
+    trainer.keep_reference()
+    torch.save(trainer.state(), tmp_path / "state.pt")
+    other = engine(adapted(seed=3))
+    other.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    other.take_reference(trainer.reference)
+    for one in (trainer, other):
+        update(one, data)
+    assert all(torch.equal(weight, copied(trainer)[name]) for name, weight in copied(other).items())
+    for mine, theirs in zip(trainer.reference_logprobs(data, 1.0), other.reference_logprobs(data, 1.0), strict=True):
+        assert np.array_equal(mine, theirs)
+    with pytest.raises(ValueError, match=r"lora_A\.default\.weight is missing"):
+        other.take_reference({})
+
+
+def test_F07_F08_rollout_has_the_trainers_logprobs_after_each_publication_and_the_base_stays():
+    data, trainer = batch(noise=0.0), engine(adapted(fresh=True), optimizer=OptimizerSettings(learning_rate=3e-2))
+    before, start = copied(trainer), trainer.logprobs(data, 1.0)
+    served = create_engine("builtin", tiny_model(), slots=8, max_prompt_tokens=8, max_response_tokens=8, deterministic=True, device="cpu")
+    for version in range(1, 4):
+        update(trainer, data)
+        own = copied(trainer)
+        served.load_weights(trainer.merged_weights(), version)
+        assert all(torch.equal(weight, own[name]) for name, weight in trainer.named_weights()), "publishing changed the model"
+        prompts = data.rows("prompt_ids")
+        served.add(
+            [Request(id=(version, k), prompt_ids=prompt) for k, prompt in enumerate(prompts)],
+            Sampling(temperature=0.8, max_new_tokens=6, stop_token_ids=(), seed=version, top_p=1.0, top_k=0),
+        )
+        done = {}
+        while served.unfinished:
+            done |= {completion.id[1]: completion for completion in served.step()}
+        rows = [done[k] for k in range(len(prompts))]
+        sampled = data.select(["prompt_ids"]).with_columns({"response_ids": [row.token_ids for row in rows]})
+        for mine, row in zip(trainer.logprobs(sampled, 0.8), rows, strict=True):
+            assert mine == pytest.approx(np.array(row.logprobs), abs=1e-5)
+        for mine, row in zip(Scorer(tiny_model(), micro_batch_tokens=96).logprobs(sampled, 0.8), rows, strict=True):
+            assert np.abs(mine - row.logprobs).max() > 1e-3, "the engine serves the model without its adapter"
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.named_weights() if not is_adapter(name))
+    assert max(np.abs(one - two).max() for one, two in zip(start, trainer.logprobs(data, 1.0), strict=True)) > 0.01
+    assert dict(trainer.empty_weights()).keys() == dict(named_weights(tiny_model())).keys()
