@@ -36,6 +36,7 @@ HOMES = {
     "vllm": ("engines/rollout/vllm",),
     "sglang": ("engines/rollout/sglang",),
     "transformers": ("models/", "engines/"),
+    "peft": ("models/lora.py",),
     "tensorboard": ("observe/sinks.py",),
     "reasoning_gym": ("data/", "rewards/"),
     "math_verify": ("rewards/",),

@@ -14,9 +14,9 @@ from rolemesh.engines.train.weights import named_weights
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_model
 from rolemesh.models.lora import (
-    add_adapter,
     adapted_names,
     adapter_off,
+    add_adapter,
     check_lora,
     is_adapter,
     merged_weights,

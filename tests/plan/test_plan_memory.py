@@ -78,6 +78,27 @@ def test_critic_and_reference_have_formats_of_their_own():
     assert ("ref", "optimizer") not in found
 
 
+def test_an_adapter_alone_has_gradients_and_moments_and_the_reference_below_it_takes_nothing():
+    roles = {name: {} for name in ("actor", "rollout", "ref", "critic", "reward")}
+    plain = lines(build_plan(config(roles=roles), inventory(), FACTS))
+    plan = build_plan(config(roles=roles, model={"lora": {"rank": 2}}), inventory(), FACTS)
+    found = lines(plan)
+    # Of each of three layers: queries 8 -> 20 and 20 -> 8, keys and values 8 -> 10, three of the MLP 8 -> 16 or back.
+    adapter = 3 * 2 * (2 * (8 + 20) + 2 * (8 + 10) + 3 * (8 + 16))
+    assert plan.derived["trained_parameters"] == adapter
+    assert found["actor", "weights"] == 4 * (1000 + adapter)
+    assert (found["actor", "gradients"], found["actor", "optimizer"]) == (4 * adapter, 8 * adapter)
+    assert found["actor", "activations"] == 50 * 3 * (58 * 20 + 16 * 16 + 28 * 2)
+    assert {line: count for line, count in found.items() if line[0] == "ref"} == {("ref", "weights"): 0}
+    assert all(found[line] == plain[line] for line in plain if line[0] in ("critic", "rollout"))
+    large = lines(build_plan(config(model={"lora": {"rank": 2}}), inventory(memory_bytes=2**50), replace(FACTS, parameters=10**9)))
+    kept = large["actor", "activations"] + large["actor", "logits"]
+    assert large["actor", "copy while saving"] == 4 * (10**9 + adapter) + 8 * adapter - kept
+    apart = {**roles, "ref": {"pool": "other"}}
+    own = build_plan(config(roles=apart, pools={"main": {"nodes": [2]}, "other": {"nodes": [1]}}, model={"lora": {}}), inventory(), FACTS)
+    assert lines(own, 1)["ref", "weights"] == 4 * 1000
+
+
 def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
     assert found["actor", "weights"] == 4000

@@ -19,7 +19,7 @@ from rolemesh.config.pool_checks import check_pools, check_roles
 from rolemesh.config.schema import Config
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import CRITIC, REF
+from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.registry import is_import_path, nearest
 
 LONGEST_NAME: Final = 64
@@ -146,6 +146,13 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         )
     yield from _critic(config)
     yield from _reference(config)
+    if config.model.lora is not None and ACTOR in config.roles and config.roles[ACTOR].tensor_parallel > 1:
+        yield Problem(
+            subject="roles.actor.tensor_parallel",
+            need="must be 1 with model.lora: adapters are not split over a row of ranks",
+            free=str(config.roles[ACTOR].tensor_parallel),
+            remedy="Set roles.actor.tensor_parallel=1; trainer.sharding=fsdp divides the model too",
+        )
 
 
 def _critic(config: Config) -> Iterator[Problem]:

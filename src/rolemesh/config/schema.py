@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from rolemesh.names import ACTOR, REF
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -27,8 +29,7 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    """A low-rank adapter (LoRA), which is trained in place of the model's own weights. It has no dropout: trainer and engine would give other
-    probabilities."""
+    """A low-rank adapter (LoRA), trained in place of the model's own weights. Without dropout, which would part trainer and engine."""
 
     rank: Positive = 16
     """Rank of the adapter's matrices."""
@@ -371,3 +372,11 @@ class Config(Section):
     sft: SftConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @property
+    def ref_is_actor(self) -> bool:
+        """The reference is the actor without its adapter, served by the same workers: it has no model of its own."""
+        actor, ref = self.roles.get(ACTOR), self.roles.get(REF)
+        if self.model.lora is None or actor is None or ref is None:
+            return False
+        return actor.pool == ref.pool and actor.worker is None and ref.worker is None

@@ -3,19 +3,21 @@
 Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
 workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
 bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor and critic what one
-rank holds of them, when a row of ranks splits the model or a column shards it):
+rank holds of them, when a row of ranks splits the model or a column shards it), of which Q are trained (all; of an actor with an adapter
+of rank r those of the adapter, which P counts too):
 
 | what | bytes | who |
 |---|---|---|
 | weights | 4 P; P b | actor, critic, ref; rollout |
 | gathered | while sharded: two blocks with embedding and head in the format of products, and one block of gradients | actor, critic |
 | bfloat16 copies | 2 P, kept by autocast from forward to backward; none in float32 | actor, critic |
-| gradients | 4 P, one flat vector | actor, critic |
-| optimizer | 8 P: two float32 moments of AdamW | actor, critic |
+| gradients | 4 Q, one flat vector | actor, critic |
+| optimizer | 8 Q: two float32 moments of AdamW | actor, critic |
 | activations | T layers (58 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
+| activations | 28 T layers r more, of the inner sides of an adapter | actor |
 | activations | T (40 w + 12 i): one block, nothing is kept | ref |
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
-| copy while saving | 12 P: weights and moments. Only what exceeds activations and logits, which are gone by then | actor, critic |
+| copy while saving | 4 P + 8 Q: weights and moments. Only what exceeds activations and logits, which are gone by then | actor, critic |
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
@@ -29,7 +31,8 @@ rank holds of them, when a row of ranks splits the model or a column shards it):
 With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch:
 `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of hidden and heads head_dim, i the
 intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a token. The constants of activations
-and logits are bounds of what was measured on seven architectures.
+and logits are bounds of what was measured on seven architectures. A reference that is the actor without its adapter takes nothing: its
+passes are smaller than the actor's.
 """
 
 from __future__ import annotations
@@ -107,8 +110,10 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     half, row = config.model.dtype == "bfloat16", config.roles[role].tensor_parallel
     column = max(1, ranks // row)
     shards = column if config.trainer.sharding == "fsdp" else 1
-    parameters = facts.parameters if role == ACTOR else facts.body_parameters
-    mine = -(-parameters // (row * shards))
+    lora = config.model.lora if role == ACTOR else None
+    adapter = 0 if lora is None else facts.adapter_parameters(lora.rank)
+    parameters = (facts.parameters if role == ACTOR else facts.body_parameters) + adapter
+    mine, trained = (-(-count // (row * shards)) for count in (parameters, adapter or parameters))
     found = {"weights": 4 * mine}
     if shards > 1:
         block = facts.parameters // facts.layers
@@ -117,16 +122,19 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
         found["bfloat16 copies"] = 2 * mine
     tokens, wide = micro_batch_tokens(config, column), facts.width
     kept = (52 * wide + 8 * facts.mlp_width if half else 58 * wide + 16 * facts.mlp_width) + (20 if half else 8) * wide * facts.experts
+    kept += 28 * lora.rank if lora is not None else 0
     by_token = 4 * facts.layers * wide + kept if config.trainer.activation_checkpointing else facts.layers * kept
-    found |= {"gradients": 4 * mine, "optimizer": 8 * mine, "activations": tokens * by_token}
+    found |= {"gradients": 4 * trained, "optimizer": 8 * trained, "activations": tokens * by_token}
     if role == ACTOR:
         found["logits"] = _logits(tokens, facts)
-    if (beyond := 12 * parameters - found["activations"] - found.get("logits", 0)) > 0:
+    if (beyond := 4 * parameters + 8 * (adapter or parameters) - found["activations"] - found.get("logits", 0)) > 0:
         found["copy while saving"] = beyond
     return found
 
 
 def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
+    if config.ref_is_actor:
+        return {"weights": 0}
     tokens = micro_batch_tokens(config, ranks, minibatches=1)
     block = 40 * facts.width + 12 * facts.mlp_width
     return {"weights": 4 * facts.parameters, "activations": tokens * block, "logits": _logits(tokens, facts)}

@@ -121,8 +121,8 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=GATHERED, stores=True)
     def publish(self, version: int) -> tuple[WeightManifest | None, np.ndarray | None]:
-        """All weights as one flat buffer under a version, an adapter merged into them. The buffer stays in the first rank's node's shared memory until it is dropped;
-        other ranks only give their parts."""
+        """All weights as one flat buffer under a version, an adapter merged into them. The buffer stays in the first rank's node's shared
+        memory until it is dropped; other ranks only give their parts."""
         if self.context.rank:
             deque(self.engine.merged_weights(), maxlen=0)
             return None, None

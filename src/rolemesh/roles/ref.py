@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from rolemesh.algorithms import REFERENCE_READS, REFERENCE_WRITES, reference_columns
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
-from rolemesh.engines.train import Scorer
+from rolemesh.engines.train import Scorer, TrainEngine
 from rolemesh.models import load_model
+from rolemesh.names import ACTOR
+from rolemesh.roles.actor import ActorWorker
 from rolemesh.runtime import Worker, WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
 
@@ -45,6 +47,7 @@ class RefWorker(Worker):
     @register(dispatch="balanced", reads=REFERENCE_READS, writes=REFERENCE_WRITES)
     def logprobs(self, batch: Batch, *, temperature: float) -> Batch:
         """Log-probabilities of every row's response tokens under the reference, and the row's divergence from it."""
+        self.metrics.max(f"memory/{self.context.group}/weights", sum(weight.nbytes for _, weight in self.scorer.named_weights()))
         return reference_columns(batch, self.scorer.logprobs(batch, temperature), self.config.algorithm.kl_kind)
 
     @register(dispatch="all", mutates=True)
@@ -61,3 +64,36 @@ class RefWorker(Worker):
     def restore(self, folder: str) -> None:
         """Take up the weights of a checkpoint. Raises what safetensors raises for a file that does not fit."""
         self.scorer.load_weights(load_file(Path(folder) / self.state_file).items())
+
+
+class SharedRefWorker(RefWorker):
+    """The reference as the actor in the same process without its adapter: one model for both. Where the actor is sharded, its ranks gather
+    weights together, so each of them has one of these beside it."""
+
+    def load(self) -> None:
+        """Nothing: the model is the actor's."""
+
+    @property
+    def _engine(self) -> TrainEngine:
+        return cast(ActorWorker, self.peers[ACTOR]).engine
+
+    @register(dispatch="balanced", reads=REFERENCE_READS, writes=REFERENCE_WRITES)
+    def logprobs(self, batch: Batch, *, temperature: float) -> Batch:
+        """As those of a copy of its own, to the last bit."""
+        self.metrics.max(f"memory/{self.context.group}/weights", 0)
+        return reference_columns(batch, self._engine.reference_logprobs(batch, temperature), self.config.algorithm.kl_kind)
+
+    @register(dispatch="all", mutates=True)
+    def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> None:
+        """Be the actor as it is now from here on, which these are the weights of: its adapter is kept, not they."""
+        self._engine.keep_reference()
+
+    @register(dispatch="rank_zero")
+    def save(self, folder: str) -> None:
+        """Write the adapter of the reference into an existing folder."""
+        save_file(dict(self._engine.reference), Path(folder) / self.state_file)
+
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str) -> None:
+        """Take up the adapter of a checkpoint. Raises ValueError for one that does not fit."""
+        self._engine.take_reference(load_file(Path(folder) / self.state_file))

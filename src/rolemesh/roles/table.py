@@ -12,7 +12,7 @@ from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.critic import CriticWorker
-from rolemesh.roles.ref import RefWorker
+from rolemesh.roles.ref import RefWorker, SharedRefWorker
 from rolemesh.roles.reward import RewardWorker
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.runtime import Worker
@@ -47,7 +47,7 @@ def worker_class(role: str, config: Config) -> type[Worker]:
                 "none",
                 f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
             )
-        return ROLE_WORKERS[role]
+        return SharedRefWorker if role == names.REF and config.ref_is_actor else ROLE_WORKERS[role]
     found = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ConfigError.one(f"roles.{role}.worker", "must name a subclass of rolemesh.runtime.Worker", repr(own))

@@ -15,6 +15,7 @@ from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.models import check_weights, load_config, load_tokenizer
+from rolemesh.models.lora import check_lora
 from rolemesh.names import CRITIC
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import RUN_HELPERS, Inventory, Plan, VersionReport, build_plan, check_versions, impossible, with_versions
@@ -94,6 +95,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
         _collect(problems, lambda: check_needs(config))
         if CRITIC in config.roles and config.algorithm.critic_path is not None:
             _collect(problems, lambda: _check_critic_model(config, tokenizer))
+        if readable:
+            _collect(problems, lambda: check_lora(config.model))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
     _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:
