@@ -16,7 +16,7 @@ from rolemesh.engines.train.forward import last_hidden
 from rolemesh.engines.train.probe import probe_tokens
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_config, load_model
-from rolemesh.models.load import LOAD_ERRORS
+from rolemesh.models.load import LOAD_ERRORS, attention
 
 HEAD_SCALE: Final = 0.01
 """Spread of the values of a fresh head, for a body whose last layer normalises: near 0, so that the first advantages are the rewards,
@@ -85,11 +85,12 @@ def load_value_model(model: ModelConfig, *, path: str | None, seed: int) -> Valu
 
 def _read_classifier(model: ModelConfig) -> nn.Module:
     """Raises ValueError when the folder does not hold every weight, which would then be random."""
+    config = load_config(model)
     loaded, info = AutoModelForSequenceClassification.from_pretrained(
         model_files(model.path).folder,  # a GGUF file never says that it is a classifier
-        config=load_config(model),
+        config=config,
         dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation=attention(config),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=model.trust_remote_code,
