@@ -105,11 +105,11 @@ def test_layers_that_the_model_has_not_and_workers_that_do_not_fit_are_refused(t
 @pytest.mark.timeout(900)
 def test_an_adapter_on_a_model_that_sometimes_answers_right_raises_the_reward(tmp_path: Path) -> None:
     easy = ("data.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}", "data.max_prompt_tokens=24", *ONE_PROCESS)
-    start = ("sft={steps: 150, batch_size: 64, learning_rate: 0.002, warmup_steps: 10, schedule: constant}", "rollout.slots=128")
+    start = ("sft={steps: 100, batch_size: 64, learning_rate: 0.002, warmup_steps: 10, schedule: constant}", "rollout.slots=128")
     folder = run_sft(small(tmp_path / "start", *easy, *start), Quiet())
     train_ = (f"model.path={folder}", "model.lora.rank=16", "trainer.steps=40", "trainer.prompts_per_step=32", "algorithm.group_size=8")
     more = (
-        "trainer.learning_rate=0.003",
+        "trainer.learning_rate=0.001",
         "trainer.warmup_steps=5",
         "sft=null",
         "rollout.slots=128",
@@ -118,7 +118,7 @@ def test_an_adapter_on_a_model_that_sometimes_answers_right_raises_the_reward(tm
     )
     run_training(small(tmp_path / "adapter", *easy, *train_, *more), Quiet())
     summary = json.loads(only_run(tmp_path / "adapter").summary.read_text())
-    print(summary)
     rewards = [row["reward/mean"] for row in steps(only_run(tmp_path / "adapter"))]
     assert summary["eval/accuracy/last"] > summary["eval/accuracy/first"] + 0.1
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+    assert max(row["policy/ratio_first_minibatch_max_deviation"] for row in steps(only_run(tmp_path / "adapter"))) < 1e-4

@@ -7,7 +7,7 @@ import json
 import logging
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -119,15 +119,15 @@ def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFil
     return plain
 
 
-def open_weights(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """A model in `model.dtype` without contents, and its weights by name as they lie in the files, of which parts can be read: safetensors'
-    slices. None where loading does more than reading: for built-in models, GGUF files, code of the folder's own, and files whose names
-    are not the model's. Raises ConfigError as `load_model`."""
+def open_weights(model: ModelConfig, kind: type = AutoModelForCausalLM) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """A model of that kind in `model.dtype` without contents, and its weights by name as they lie in the files, of which parts can be read:
+    safetensors' slices. None where loading does more than reading: for built-in models, GGUF files, code of the folder's own, and files
+    whose names are not the model's. Raises ConfigError as `load_model`."""
     if model.path in BUILTIN_MODELS or model.trust_remote_code or (files := model_files(model.path)).gguf:
         return None
     config = load_config(model)
     with init_empty_weights(include_buffers=False):
-        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype), attn_implementation=attention(config)).eval()
+        empty = cast(Any, kind).from_config(config, dtype=getattr(torch, model.dtype), attn_implementation=attention(config)).eval()
     empty.tie_weights()  # registering a parameter made another one of it
     try:
         opened: list[Any] = [safe_open(file, framework="pt") for file in _weight_files(files.folder)]

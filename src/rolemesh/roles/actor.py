@@ -19,7 +19,7 @@ from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.models import load_model, load_tokenizer, open_weights, save_model
 from rolemesh.models.lora import adapted_names, add_adapter
 from rolemesh.observe import Metrics
-from rolemesh.roles.trained import BY_MINIBATCH, GATHERED, TrainedWorker, engine_options, passes
+from rolemesh.roles.trained import BY_MINIBATCH, GATHERED, TrainedWorker, engine_options, passes, reads_parts
 from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, pack
 
@@ -57,8 +57,7 @@ class ActorWorker(TrainedWorker):
     def _model(self) -> tuple[nn.Module, Mapping[str, Any] | None]:
         """The model with float32 weights; or without contents, and weights that each rank reads its part of when the ranks have met."""
         chosen, seed = self.config.model.model_copy(update={"dtype": "float32"}), self.config.seed
-        split = self.config.trainer.sharding != "none" or self.context.tensor_parallel > 1
-        opened = open_weights(chosen) if split and self.context.world_size > 1 else None
+        opened = open_weights(chosen) if reads_parts(self.config, self.context) else None
         model, weights = opened if opened is not None else (load_model(chosen, seed=seed), None)
         if chosen.lora is not None:
             add_adapter(model, chosen.lora, seed=seed, base=chosen.path)

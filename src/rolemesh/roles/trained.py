@@ -13,7 +13,7 @@ from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Groups
 from rolemesh.engines.train.replica import Replica
-from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, register
+from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, WorkerContext, register
 from rolemesh.runtime.dispatch import collect_all, collect_first, split_all
 
 
@@ -66,6 +66,11 @@ def engine_options(config: Config, device: str) -> dict[str, Any]:
         "compute_dtype": getattr(torch, config.model.dtype),
         "device": device,
     }
+
+
+def reads_parts(config: Config, context: WorkerContext) -> bool:
+    """Whether a rank holds a part of its model, and so reads that alone where the files allow it."""
+    return context.world_size > 1 and (config.trainer.sharding != "none" or context.tensor_parallel > 1)
 
 
 class TrainedWorker(Worker):
