@@ -277,6 +277,8 @@ class TrainerConfig(Section):
     layer by layer (FSDP2)."""
     activation_checkpointing: bool = False
     """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
+    offload: bool = False
+    """Models under training are moved to host memory while other roles use their devices, and back when it is their turn."""
     learning_rate: NotNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NotNegative = 0

@@ -142,8 +142,8 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
         "memory/<role>/<what>",
         "bytes",
         "actor, critic, ref",
-        "largest rank's tensors after the last update: `weights`, `gradients` and `optimizer` on its device, `asleep` in host memory; "
-        "of ref its `weights`, 0 when it is the actor without its adapter",
+        "most that the largest rank's tensors took in the step: `weights`, `gradients` and `optimizer` on its device while it worked, "
+        "`asleep` in host memory while others did (`trainer.offload`); of ref its `weights`, 0 when it is the actor without its adapter",
     ),
     ("throughput/tokens_per_second", "tokens/s", "loop", "prompt and answer tokens of the step divided by the wall time of the step"),
     ("bottleneck/role", "text", "loop", "role that held the step back"),

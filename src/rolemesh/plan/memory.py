@@ -22,6 +22,7 @@ of rank r those of the adapter, which P counts too):
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
 | passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
+| asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
 | context | on a device: 600 MiB | each process |
@@ -79,7 +80,11 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
-        models += [replace(line, on_gpu=on_device) for line in _role_lines(config, role, facts[role], max(1, ranks.get(role, 0)))]
+        mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
+        models += [replace(line, on_gpu=on_device) for line in mine]
+        if on_device and config.trainer.offload and role in TRAINED:
+            asleep = sum(line.bytes for line in mine if line.what in ("weights", "optimizer"))
+            models.append(MemoryLine(role=role, what="asleep", bytes=asleep))
     if on_device:
         lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:

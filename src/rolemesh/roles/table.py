@@ -51,12 +51,13 @@ def worker_class(role: str, config: Config) -> type[Worker]:
     found = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ConfigError.one(f"roles.{role}.worker", "must name a subclass of rolemesh.runtime.Worker", repr(own))
-    missing = [method for method in REQUIRED.get(role, ()) if method not in registered_methods(found)]
+    required = (*REQUIRED.get(role, ()), *(("sleep", "wake") if config.trainer.offload and role in (names.ACTOR, names.CRITIC) else ()))
+    missing = [method for method in required if method not in registered_methods(found)]
     if missing:
         base = ROLE_WORKERS[role]
         raise ConfigError.one(
             f"roles.{role}.worker",
-            f"{own} must have the registered methods {', '.join(REQUIRED[role])}",
+            f"{own} must have the registered methods {', '.join(required)}",
             f"no {', '.join(missing)}",
             f"Derive it from {base.__module__}.{base.__name__}",
         )

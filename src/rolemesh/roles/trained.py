@@ -92,7 +92,7 @@ class TrainedWorker(Worker):
         super().leave()
 
     def record_memory(self) -> None:
-        """Bytes that this rank's tensors take at the end of the call under way, as `memory/<role>/<what>`."""
+        """Bytes that this rank's tensors take now, as `memory/<role>/<what>`; the most of a step are reported."""
         for what, count in self.engine.memory().items():
             self.metrics.max(f"memory/{self.context.group}/{what}", count)
 
@@ -106,6 +106,7 @@ class TrainedWorker(Worker):
     @register(dispatch="all", mutates=True)
     def wake(self) -> None:
         """Be as before `sleep`."""
+        self.record_memory()
         self.engine.wake()
         self.record_memory()
 
