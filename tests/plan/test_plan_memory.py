@@ -99,6 +99,16 @@ def test_an_adapter_alone_has_gradients_and_moments_and_the_reference_below_it_t
     assert lines(own, 1)["ref", "weights"] == 4 * 1000
 
 
+def test_models_that_sleep_take_memory_of_the_node():
+    trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50, "offload": True}
+    here = lines(build_plan(config(trainer=trainer), inventory(), FACTS))
+    assert ("actor", "asleep") not in here, "on a CPU they stay where they are"
+    gpus = inventory(gpus=2, gpu_memory_bytes=80 * GIB)
+    plan = build_plan(config(trainer=trainer, pools={"main": {"nodes": [2], "gpus": 1}}), gpus, FACTS)
+    (asleep,) = [line for line in plan.memory[0].lines if line.what == "asleep"]
+    assert (asleep.role, asleep.bytes, asleep.on_gpu) == ("actor", 12 * 1000, False)
+
+
 def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
     assert found["actor", "weights"] == 4000

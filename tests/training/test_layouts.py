@@ -88,13 +88,15 @@ async def first_step(run: TrainingRun) -> dict[str, Any]:
         pytest.param("ppo", TWO, id="ppo-two", marks=pytest.mark.slow),
         pytest.param("ppo", SHARDED, id="ppo-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ROWS, id="ppo-rows-sharded", marks=pytest.mark.slow),
+        pytest.param("adapter", SHARDED, id="adapter-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ALL_SPLIT, id="ppo-split"),
     ],
 )
 def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algorithm: str, layout: tuple[str, ...]) -> None:
     """Samples and rewards are equal to the bit, values, log-probabilities and gradients to 1e-5 of the largest."""
     settings = ("deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "trainer.prompts_per_step=8")
-    settings += (*PPO, "algorithm.kl_in=reward") if algorithm == "ppo" else ()
+    settings += (*PPO, "algorithm.kl_in=reward") if algorithm != "grpo" else ()
+    settings += ("model.lora.rank=4", "trainer.offload=true") if algorithm == "adapter" else ()
     found = {}
     for name, placed in {"one": ONE, "several": layout}.items():
         config = small(tmp_path / name, *settings, *placed)
