@@ -128,6 +128,9 @@ def test_sharded_and_split_models_are_held_in_parts():
     assert found["actor", "gathered"] == 2 * 4 * (333 + 2 * 88) + 4 * 333
     # 16 rows of 10 tokens over 4 ranks: 40 tokens; of three layers the inputs, of one all that it keeps.
     assert found["actor", "activations"] == 40 * (4 * 3 * 20 + 58 * 20 + 16 * 16)
+    with_ref = {"actor": {}, "rollout": {}, "reward": {}, "ref": {}}
+    found = lines(build_plan(config(trainer=trainer, roles=with_ref, pools={"main": {"nodes": [4]}}), inventory(), FACTS))
+    assert (found["ref", "weights"], found["ref", "gathered"]) == (1000, 2 * 4 * (333 + 2 * 88))
     split = {"actor": {"tensor_parallel": 2}, "rollout": {}, "reward": {}}
     found = lines(build_plan(config(roles=split, pools={"main": {"nodes": [4]}}), inventory(), FACTS))
     assert found["actor", "weights"] == 2000

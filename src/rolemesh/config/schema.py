@@ -273,8 +273,8 @@ class TrainerConfig(Section):
     packing: bool = True
     """Rows of a pass lie one behind the other, without padding, where the model can do so; changes speed, never the gradient."""
     sharding: Literal["none", "fsdp"] = "none"
-    """What data-parallel workers of actor and critic hold: each the whole model, or each a part of weights, gradients and moments, gathered
-    layer by layer (FSDP2)."""
+    """What data-parallel workers of actor, critic and ref hold: each the whole model, or each a part of weights, gradients and moments,
+    gathered layer by layer (FSDP2)."""
     activation_checkpointing: bool = False
     """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
     offload: bool = False

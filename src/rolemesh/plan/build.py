@@ -151,7 +151,7 @@ def _slot_count(config: Config, role: str, pool: PoolPlan) -> int:
         return asked
     if role == REF and config.ref_is_actor:
         return _slot_count(config, ACTOR, pool)
-    alone = config.backend == "local" and role in (ACTOR, CRITIC)  # one process cannot form a communicator
+    alone = config.backend == "local" and role in (ACTOR, CRITIC, REF)  # one process cannot form a communicator
     return 1 if alone else len(pool.slots)
 
 

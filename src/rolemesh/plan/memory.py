@@ -2,14 +2,14 @@
 
 Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
 workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
-bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor and critic what one
-rank holds of them, when a row of ranks splits the model or a column shards it), of which Q are trained (all; of an actor with an adapter
-of rank r those of the adapter, which P counts too):
+bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor, critic and ref what
+one rank holds of them, when a row of ranks splits the model or a column shards it), of which Q are trained (all; of an actor with an
+adapter of rank r those of the adapter, which P counts too):
 
 | what | bytes | who |
 |---|---|---|
 | weights | 4 P; P b | actor, critic, ref; rollout |
-| gathered | while sharded: two blocks with embedding and head in the format of products, and one block of gradients | actor, critic |
+| gathered | while sharded: two blocks with embedding and head in the format of products; with a block of gradients | actor, critic, ref |
 | bfloat16 copies | 2 P, kept by autocast from forward to backward; none in float32 | actor, critic |
 | gradients | 4 Q, one flat vector | actor, critic |
 | optimizer | 8 Q: two float32 moments of AdamW | actor, critic |
@@ -121,8 +121,7 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     mine, trained = (-(-count // (row * shards)) for count in (parameters, adapter or parameters))
     found = {"weights": 4 * mine}
     if shards > 1:
-        block = facts.parameters // facts.layers
-        found["gathered"] = (2 * (2 if half else 4) * (block + 2 * facts.vocab * facts.hidden) + 4 * block) // row
+        found["gathered"] = (_gathered(config, facts) + 4 * (facts.parameters // facts.layers)) // row
     elif half:
         found["bfloat16 copies"] = 2 * mine
     tokens, wide = micro_batch_tokens(config, column), facts.width
@@ -140,9 +139,18 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
 def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
     if config.ref_is_actor:
         return {"weights": 0}
+    shards = ranks if config.trainer.sharding == "fsdp" else 1
+    found = {"weights": 4 * -(-facts.parameters // shards)}
+    if shards > 1:
+        found["gathered"] = _gathered(config, facts)
     tokens = micro_batch_tokens(config, ranks, minibatches=1)
     block = 40 * facts.width + 12 * facts.mlp_width
-    return {"weights": 4 * facts.parameters, "activations": tokens * block, "logits": _logits(tokens, facts)}
+    return found | {"activations": tokens * block, "logits": _logits(tokens, facts)}
+
+
+def _gathered(config: Config, facts: ModelFacts) -> int:
+    """Two blocks, and embedding and head twice, in the format of products."""
+    return 2 * (2 if config.model.dtype == "bfloat16" else 4) * (facts.parameters // facts.layers + 2 * facts.vocab * facts.hidden)
 
 
 def _logits(tokens: int, facts: ModelFacts) -> int:

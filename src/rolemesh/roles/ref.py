@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -12,16 +13,17 @@ from safetensors.torch import load_file, save_file
 from rolemesh.algorithms import REFERENCE_READS, REFERENCE_WRITES, reference_columns
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
-from rolemesh.engines.train import Scorer, TrainEngine
-from rolemesh.models import load_model
+from rolemesh.engines.train import Groups, Scorer, TrainEngine
+from rolemesh.models import load_model, open_weights
 from rolemesh.names import ACTOR
 from rolemesh.roles.actor import ActorWorker
+from rolemesh.roles.trained import GATHERED
 from rolemesh.runtime import Worker, WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
 
 
 class RefWorker(Worker):
-    """One copy of the reference model."""
+    """One copy of the reference model, whole."""
 
     state_file: ClassVar[str] = "ref.safetensors"
     """Where its weights lie in a checkpoint; only after a warm start, else they are those of the model's folder."""
@@ -35,19 +37,23 @@ class RefWorker(Worker):
         """The weights that the policy starts from. In float32 with products in `model.dtype`, as the actor holds them, so that equal
         weights have equal log-probabilities."""
         torch.set_num_threads(1)
-        config = self.config.model
+        trainer, seed, chosen = self.config.trainer, self.config.seed, self.config.model.model_copy(update={"dtype": "float32"})
+        opened = open_weights(chosen) if self.communicates and self.context.world_size > 1 else None
+        model, weights = opened if opened is not None else (load_model(chosen, seed=seed), None)
         self.scorer = Scorer(
-            load_model(config.model_copy(update={"dtype": "float32"}), seed=self.config.seed),
-            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
-            compute_dtype=getattr(torch, config.dtype),
-            packing=self.config.trainer.packing,
+            model,
+            weights=weights,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            compute_dtype=getattr(torch, self.config.model.dtype),
+            packing=trainer.packing,
+            sharding=trainer.sharding,
             device=self.context.device,
         )
 
     @register(dispatch="balanced", reads=REFERENCE_READS, writes=REFERENCE_WRITES)
     def logprobs(self, batch: Batch, *, temperature: float) -> Batch:
         """Log-probabilities of every row's response tokens under the reference, and the row's divergence from it."""
-        self.metrics.max(f"memory/{self.context.group}/weights", sum(weight.nbytes for _, weight in self.scorer.named_weights()))
+        self.metrics.max(f"memory/{self.context.group}/weights", self.scorer.memory())
         return reference_columns(batch, self.scorer.logprobs(batch, temperature), self.config.algorithm.kl_kind)
 
     @register(dispatch="all", mutates=True)
@@ -64,6 +70,30 @@ class RefWorker(Worker):
     def restore(self, folder: str) -> None:
         """Take up the weights of a checkpoint. Raises what safetensors raises for a file that does not fit."""
         self.scorer.load_weights(load_file(Path(folder) / self.state_file).items())
+
+
+class ShardedRefWorker(RefWorker):
+    """One part of a reference that is sharded as actor and critic are."""
+
+    communicates: ClassVar[bool] = True
+
+    def joined(self) -> None:
+        formed = self.communicator
+        assert formed is not None
+        self.scorer.join(Groups(world=formed.group, data=formed.data_group))
+
+    def leave(self) -> None:
+        if hasattr(self, "scorer"):
+            self.scorer.leave()
+        super().leave()
+
+    @register(dispatch=GATHERED)
+    def save(self, folder: str) -> None:
+        """Write the weights into an existing folder."""
+        if self.context.rank:
+            deque(self.scorer.named_weights(), maxlen=0)
+        else:
+            super().save(folder)
 
 
 class SharedRefWorker(RefWorker):

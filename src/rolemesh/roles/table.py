@@ -12,7 +12,7 @@ from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.critic import CriticWorker
-from rolemesh.roles.ref import RefWorker, SharedRefWorker
+from rolemesh.roles.ref import RefWorker, ShardedRefWorker, SharedRefWorker
 from rolemesh.roles.reward import RewardWorker
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.runtime import Worker
@@ -47,7 +47,7 @@ def worker_class(role: str, config: Config) -> type[Worker]:
                 "none",
                 f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
             )
-        return SharedRefWorker if role == names.REF and config.ref_is_actor else ROLE_WORKERS[role]
+        return _ref_worker(config) if role == names.REF else ROLE_WORKERS[role]
     found = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ConfigError.one(f"roles.{role}.worker", "must name a subclass of rolemesh.runtime.Worker", repr(own))
@@ -64,3 +64,9 @@ def worker_class(role: str, config: Config) -> type[Worker]:
     called = f"{found.__name__}(context, config=config)"
     registry.check_call(found, [None], {"config": config}, subject=f"roles.{role}.worker", name=own, called=called)
     return found
+
+
+def _ref_worker(config: Config) -> type[RefWorker]:
+    if config.ref_is_actor:
+        return SharedRefWorker
+    return RefWorker if config.trainer.sharding == "none" else ShardedRefWorker

@@ -72,6 +72,7 @@ class PlacedModel:
         formats = {name: tensor.dtype for name, tensor in named_weights(self.model)}
         self.tensors = {name: weights.read(name, part).to(device, formats[name]) for name, part in self.parts.items()}
         self._prepare_modules(groups, recompute=activation_checkpointing)
+        self._device = device
         self._shards = self._shard(groups, device, dtype)
 
     def _check_parts(self, weights: Weights, device: torch.device) -> None:
@@ -116,12 +117,12 @@ class PlacedModel:
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if self._shards is None:
             self.parameters = trained
-            self.gradients = FlatGradients(self.parameters, self.layout, self._plan.partial)
+            self.gradients = FlatGradients(self.parameters, self.layout, self._plan.partial, self._device)
             return
         sharded = self._shards.parameters()
         self.tensors = {**self.tensors, **{name: parameter.to_local().detach() for name, parameter in sharded.items()}}
         self.parameters = {name: nn.Parameter(self.tensors[name]) for name in trained}
-        self.gradients = ShardedGradients(self.parameters, self.layout, self._plan.partial, sharded)
+        self.gradients = ShardedGradients(self.parameters, self.layout, self._plan.partial, self._device, sharded)
 
     def gathered(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of this weight, or of a gradient or moment of it. Collective where it is split."""
