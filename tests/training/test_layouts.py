@@ -120,13 +120,14 @@ def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algori
 
 
 @pytest.mark.slow
-def test_a_sharded_run_from_a_folder_goes_on_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "algorithm"), [(ROWS_OF_ACTOR, ()), (ROWS, PPO)], ids=["grpo", "ppo"])
+def test_a_sharded_run_from_a_folder_goes_on_as_one_process(tmp_path: Path, layout: tuple[str, ...], algorithm: tuple[str, ...]) -> None:
     """Two rows of two ranks, sharded: weights are read in parts, published and saved from parts; one process resumes it."""
     save_model(tmp_path / "model", load_model(ModelConfig(), seed=1), load_tokenizer(ModelConfig()))
     settings = (f"model.path={tmp_path / 'model'}", "deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "sft=null")
-    settings += ("trainer.learning_rate=1e-4", "trainer.save_every=1")
+    settings += ("trainer.learning_rate=1e-4", "trainer.save_every=1", *algorithm)
     alone = run_training(small(tmp_path / "alone", *settings, *ONE, "trainer.steps=3"), Quiet())
-    run_training(small(tmp_path / "parts", *settings, *ROWS_OF_ACTOR), Quiet())
+    run_training(small(tmp_path / "parts", *settings, *layout), Quiet())
     run = only_run(tmp_path / "parts")
     memory = {name: value for name, value in rows(run)[-2].items() if name.startswith("memory/actor/")}
     assert memory["memory/actor/weights"] < 4 * 1_115_264 / 2

@@ -130,6 +130,12 @@ def test_gradient_does_not_depend_on_micro_batches_or_packing(alone: dict, cut: 
     assert min(float(gradient.abs().max()) for gradient in found.values()) > 0
 
 
+def test_products_in_bfloat16_give_gradients_in_float32_that_are_near(alone: dict):
+    found = gradients(engine(adapted(), compute_dtype=torch.bfloat16), batch())
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert 1e-4 < largest_gap(found, alone["gradients"]["token_mean"]) < 0.05
+
+
 def test_gradient_is_that_of_the_merged_weights():
     """By the chain rule: with G the gradient of W + s B A, that of B is s G A^T and that of A is s B^T G."""
     data, trainer, plain = batch(), engine(adapted()), tiny_model()
