@@ -1,7 +1,8 @@
 """The other side of `controller_overhead.py --verl-python`: the same work with verl's controller, in an environment that has verl.
 
 Runs in a process of its own, with a Ray cluster of its own. Reads a JSON list from each line of its input, [what, arguments...], does it
-and answers the seconds that it took, or an object with the reason why not. Imports nothing of rolemesh.
+and answers the seconds that it took, or an object with the reason why not. With `--quick` there is one group, which reads
+what it has written and whose start is the one that counts: starting workers takes most of the time. Imports nothing of rolemesh.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ def main() -> None:
     except ImportError as error:
         print(json.dumps({"missing": str(error)}), file=ANSWERS)
         return
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=1_000_000_000)
-    side = Side()
+    quick = "--quick" in sys.argv
+    ray.init(
+        address="local", num_cpus=WORKERS if quick else 8, include_dashboard=False, log_to_driver=False, object_store_memory=1_000_000_000
+    )
+    side = Side(quick)
     print(json.dumps({"version": __import__("verl").__version__}), file=ANSWERS)
     for line in sys.stdin:
         what, *arguments = json.loads(line)
@@ -36,8 +40,15 @@ def main() -> None:
 class Side:
     """What can be asked for. Every method answers seconds."""
 
-    def __init__(self) -> None:
-        self.writers, self.readers = group(), group()
+    def __init__(self, quick: bool) -> None:
+        self.started = 0.0
+        began = time.perf_counter()
+        self.writers = self.readers = group()
+        if quick:
+            self.writers.no_op()
+            self.started = time.perf_counter() - began
+        else:
+            self.readers = group()
         self.tokens = 0
 
     def no_op(self, times: int) -> float:
@@ -67,6 +78,8 @@ class Side:
         """A pool and a group until its first answer."""
         import ray
 
+        if self.started:
+            return self.started
         began = time.perf_counter()
         workers = group()
         workers.no_op()

@@ -43,7 +43,7 @@ from _harness import arguments, finish, interleaved_async, median_ratio
 
 from rolemesh.batch import Batch, BatchRef, block_meta
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Call, Pending, Process, Reply
+from rolemesh.protocols.backend import Call, OnAnswer, Process, Reply
 from rolemesh.runtime import Backend, Bundle, LocalBackend, Pool, Worker, WorkerGroup, create_backend, register
 
 Times = dict[str, list[float]]
@@ -147,10 +147,12 @@ def prompts(backend: Backend, rows: int) -> BatchRef:
 class Verl:
     """verl's side, `_verl_controller.py`, in its own process."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, quick: bool) -> None:
         script = str(Path(__file__).with_name("_verl_controller.py"))
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen([python, script], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [python, script, *(["--quick"] if quick else [])], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
         hello = self._answer()
         self.missing: str = hello.get("missing", "")
         self.version: str = hello.get("version", "")
@@ -176,12 +178,12 @@ class Verl:
 
 
 @contextmanager
-def verl_at(python: str | None) -> Iterator[tuple[Verl | None, str]]:
+def verl_at(python: str | None, quick: bool) -> Iterator[tuple[Verl | None, str]]:
     """verl's side, or why there is none."""
     if not python:
         yield None, "verl: no --verl-python"
         return
-    verl = Verl(python)
+    verl = Verl(python, quick)
     try:
         yield (None, f"verl: {verl.missing}") if verl.missing else (verl, "")
     finally:
@@ -253,7 +255,7 @@ async def hand_over(
     return times, own_ms
 
 
-async def start(backend: Backend, modules: Sequence[str], verl: Verl | None, rounds: int) -> Times:
+async def start(backend: Backend, modules: Sequence[str], verl: Verl | None, rounds: int, warmups: int) -> Times:
     async def ours() -> float:
         began = time.perf_counter()
         group = await new_group(backend, "started")
@@ -273,7 +275,7 @@ async def start(backend: Backend, modules: Sequence[str], verl: Verl | None, rou
     cases: dict[str, Case] = {"rolemesh": ours, "Ray": bare}
     if verl:
         cases["verl"] = asked(verl, "start")
-    return await interleaved_async(cases, rounds)
+    return await interleaved_async(cases, rounds, warmups)
 
 
 class Fakes(LocalBackend):
@@ -282,18 +284,17 @@ class Fakes(LocalBackend):
     def __init__(self) -> None:
         super().__init__()
         self.answers: dict[int, Reply] = {}
-        self._asked: list[tuple[asyncio.Future[Reply], Reply]] = []
+        self._asked: list[tuple[OnAnswer, Reply]] = []
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        reply: asyncio.Future[Reply] = asyncio.Future()
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         if not self._asked:
-            reply.get_loop().call_soon(self._answer)
-        self._asked.append((reply, self.answers[process.spec.bundle]))
-        return Pending(process, call, reply, (reply, None))
+            asyncio.get_running_loop().call_soon(self._answer)
+        self._asked.append((answered, self.answers[process.spec.bundle]))
+        return object(), None
 
     def _answer(self) -> None:
-        for reply, answer in self._asked:
-            reply.set_result(answer)
+        for answered, answer in self._asked:
+            answered(answer)
         self._asked.clear()
 
 
@@ -336,7 +337,7 @@ async def measure(backend: Backend, verl: Verl | None, quick: bool) -> dict[str,
         await group.pool.close()
     for actor in actors:
         ray.kill(actor)
-    found["start"] = told("start", await start(backend, modules, verl, 1 if quick else 7))
+    found["start"] = told("start", await start(backend, modules, verl, *((1, 0) if quick else (7, 1))))
     figures["dispatch to 1,000 ms"] = statistics.median(await dispatch(5 if quick else 50)) * 1e3
     for floor in ("Ray, sync", "Ray, asyncio"):
         added = [ours - theirs for ours, theirs in zip(found["no-op"]["rolemesh"], found["no-op"][floor], strict=True)]
@@ -353,7 +354,7 @@ def told(what: str, times: Times) -> Times:
 def main() -> None:
     options = arguments(__doc__ or "", verl_python="the Python of an environment that has verl")
     backend = create_backend("ray", num_cpus=8, object_store_bytes=1_500_000_000)
-    with verl_at(options.verl_python) as (verl, skipped):
+    with verl_at(options.verl_python, options.quick) as (verl, skipped):
         try:
             measured = backend.run(measure(backend, verl, options.quick))
         finally:

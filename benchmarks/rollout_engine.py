@@ -28,7 +28,7 @@ import torch
 from _harness import arguments, finish, interleaved, median_ratio
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from rolemesh.engines.rollout import BuiltinEngine
+from rolemesh.engines.rollout.builtin import BuiltinEngine
 from rolemesh.protocols.engine import Request, Sampling
 
 SLOTS = 64

@@ -8,9 +8,10 @@ equal    all answers have the same length, so there is nothing to win by packing
 step     one optimizer step of GRPO over the mixed rows: the engine with packing off against a loop of bare torch over the same
          micro-batches, with the same work in it: body on all positions, head and entropy on response positions, clipped loss, backward,
          clipping of the norm over all parameters, fused AdamW. Rows lie in Arrow columns on one side and as lists on the other.
+TRL      the update of its GRPOTrainer on the same rows, where it is installed: micro-batches of 8, padded to the longest of the step.
 
-`padded time / packed time` above 1 says that packing pays; `engine time / bare torch time` is what the engine costs, 1 for nothing.
-Prints one JSON line last.
+`padded time / packed time` above 1 says that packing pays; `engine time / bare torch time` is what the engine costs, 1 for nothing;
+`TRL time / packed time` is above 1 where we are faster. Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib.util
 from collections.abc import Callable
 from statistics import median
 
@@ -105,6 +107,15 @@ def bare_step(shape: str, data: Batch) -> Callable[[], None]:
     return step
 
 
+def rivals(shape: str, data: Batch) -> dict[str, Callable[[], None]]:
+    """TRL's update, if it is installed."""
+    if importlib.util.find_spec("trl") is None:
+        return {}
+    from _trl_update import trl_step
+
+    return {"TRL": trl_step(model_of(shape), data)}
+
+
 def main() -> None:
     quick = arguments("Packed against padded rows, and an update against bare torch.").quick
     torch.set_num_threads(1)
@@ -119,13 +130,18 @@ def main() -> None:
                 "padded": engine_step(shape, data, packing=False),
                 "packed": engine_step(shape, data, packing=True),
                 **({"bare": bare_step(shape, data)} if name == "mixed" else {}),
+                **rivals(shape, data),
             }
             times = interleaved(cases, rounds)
             ratios[f"{shape} {name}: padded time / packed time"] = median_ratio(times["padded"], times["packed"])
+            if "TRL" in times:
+                ratios[f"{shape} {name}: TRL time / packed time"] = median_ratio(times["TRL"], times["packed"])
             if "bare" in times:
                 ratios[f"{shape} step: engine time / bare torch time"] = median_ratio(times["padded"], times["bare"])
             speeds[f"{shape} {name}"] = {case: int(data.token_counts.sum()) / median(seconds) for case, seconds in times.items()}
-    finish("train_engine", ratios, ["rolemesh", "torch", "transformers"], tokens_per_second=speeds)
+    trl = ["trl"] if importlib.util.find_spec("trl") else []
+    skipped = [] if trl else ["TRL: trl is not installed"]
+    finish("train_engine", ratios, ["rolemesh", "torch", "transformers", *trl], tokens_per_second=speeds, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "rolemesh"
 
 LAYERS = [
-    {"errors", "names", "registry", "recipes", "engines"},  # recipes holds YAML files, engines two packages of layer 3
+    {"errors", "lazy", "names", "registry", "recipes", "engines"},  # recipes holds YAML files, engines two packages of layer 3
     {"config", "observe"},
     {"plan", "batch", "protocols", "models"},
     {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights"},
@@ -45,11 +45,21 @@ TORCH_FREE = ("errors.py", "names.py", "registry.py", "config/", "observe/", "pl
 NAMED_ONLY = {"transformers", "torch"}
 """May be imported anywhere for type checkers, which costs nothing when the program runs."""
 
+HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
+LOADS_HEAVY = (
+    *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
+    *(f"models/{module}.py" for module in ("load", "lora", "save", "tokenizer", "verify")),
+    *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
+    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "trained")),
+)
+"""Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
+
 SWALLOWS = {
     "runtime/host.py": "a worker's method may raise anything; it travels to the controller as a WorkerError",
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
+    "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }
 """Files that may catch everything without raising again: the boundaries of processes and of foreign code."""
@@ -226,16 +236,25 @@ def test_every_boundary_on_the_list_is_still_one():
     assert {file for file in SWALLOWS if (SOURCE / file).exists()} <= broad_excepts(SOURCE).keys()
 
 
-def test_light_packages_load_neither_torch_nor_ray():
+def test_a_controller_loads_no_torch_before_it_needs_a_tokenizer():
     modules = [
         ".".join(("rolemesh", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
         for path in sorted(SOURCE.rglob("*.py"))
-        if path.relative_to(SOURCE).as_posix().startswith((*TORCH_FREE, "cli/")) and path.stem != "__main__"
+        if not path.relative_to(SOURCE).as_posix().startswith(LOADS_HEAVY) and path.stem != "__main__"
     ]
     code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
-    code += "print(*sorted({'torch', 'ray', 'transformers', 'vllm', 'sglang'} & sys.modules.keys()))"
+    code += f"print(*sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+def test_a_worker_process_loads_neither_options_nor_what_draws():
+    code = "import sys, rolemesh.runtime.ray.host\n"
+    code += "print(*[name for name in sys.modules if name.startswith(('rolemesh.config', 'rolemesh.plan.', 'rich', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    nodes = {f"rolemesh.plan.{module}" for module in ("gpus", "inventory", "ledger", "schema")}
+    assert set(done.stdout.split()) <= nodes, done.stderr
+    assert done.returncode == 0
 
 
 # The checks themselves, on planted faults.

@@ -65,9 +65,13 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *,
 
 
 def resolve(name: str, builtins: Mapping[str, Any], *, subject: str) -> Any:
-    """A built-in by name, or user code by import path. Raises ConfigError with the known names and the nearest one."""
+    """A built-in by name, or user code by import path. Raises ConfigError with the known names and the nearest one.
+
+    A built-in that is given as an import path is imported only now.
+    """
     if name in builtins:
-        return builtins[name]
+        found = builtins[name]
+        return load(found, subject=subject) if isinstance(found, str) else found
     if is_import_path(name):
         return load(name, subject=subject)
     hint = nearest(name, builtins)

@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit codes, messages without traceback, light commands that stay light."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rolemesh.cli.main import main
 from rolemesh.config import load_config
 from rolemesh.observe import RunDirectory
 
@@ -22,15 +24,33 @@ def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=150)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["plan", "--nodes", "2x8", "--json"], ["train", "--help"]])
-def test_help_and_plan_load_neither_torch_nor_ray(tmp_path: Path, arguments: list[str]) -> None:
+def answered(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has torch already: what starts no process needs none of its own."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["rolemesh", *arguments])
+        patch.setattr(sys, "path", list(sys.path))
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["plan"], ["plan", "--nodes", "2x8", "--json"], ["train", "--help"], ["status"], ["status", "light", "--json"]],
+)
+def test_what_starts_nothing_loads_neither_torch_nor_ray(tmp_path: Path, arguments: list[str]) -> None:
+    RunDirectory.create(tmp_path / "runs", "light").write_status({"state": "finished", "pid": 1, "step": 3, "steps": 3, "workers": []})
     code = (
         "import sys\n"
         f"sys.argv = ['rolemesh', *{arguments!r}]\n"
         "from rolemesh.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
+        "heavy = {'torch', 'ray', 'transformers', 'reasoning_gym', 'sympy', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
@@ -38,7 +58,7 @@ def test_help_and_plan_load_neither_torch_nor_ray(tmp_path: Path, arguments: lis
 
 
 def test_plan_json_has_the_promised_shape(tmp_path: Path) -> None:
-    done = rolemesh(tmp_path, "plan", "pools.main={nodes: [2, 2], gpus: 1}", "--nodes", "2x2", "--json")
+    done = answered(tmp_path, "plan", "pools.main={nodes: [2, 2], gpus: 1}", "--nodes", "2x2", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert {"pools", "workers", "memory", "problems"} <= set(plan)
@@ -50,7 +70,7 @@ def test_plan_json_has_the_promised_shape(tmp_path: Path) -> None:
 
 def test_an_infeasible_plan_exits_with_3_and_names_pool_and_resource(tmp_path: Path) -> None:
     for command in (["plan"], ["train"]):
-        done = rolemesh(tmp_path, *command, "pools.main.nodes=[4000]")
+        done = answered(tmp_path, *command, "pools.main.nodes=[4000]")
         assert done.returncode == 3, done.stdout + done.stderr
         assert "main" in done.stdout + done.stderr
         assert "CPU" in done.stdout + done.stderr
@@ -71,7 +91,7 @@ def test_all_config_problems_come_in_one_go_with_exit_code_2(tmp_path: Path) -> 
 
 
 def test_an_unknown_key_is_named_with_its_place_and_the_nearest_one(tmp_path: Path) -> None:
-    done = rolemesh(tmp_path, "train", "trainer.step=5")
+    done = answered(tmp_path, "train", "trainer.step=5")
     assert done.returncode == 2
     assert "trainer.step" in done.stderr
     assert "trainer.steps" in done.stderr
@@ -88,7 +108,7 @@ def test_C17_a_tokenizer_without_pad_is_refused_before_anything_starts(tmp_path:
             if path.name == "tokenizer_config.json":
                 text = json.dumps({key: value for key, value in json.loads(text).items() if key != "pad_token"})
             (model / path.name).write_text(text)
-    done = rolemesh(tmp_path, "train", "model.path=model")
+    done = answered(tmp_path, "train", "model.path=model")
     assert done.returncode == 2
     assert "pad" in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -96,18 +116,18 @@ def test_C17_a_tokenizer_without_pad_is_refused_before_anything_starts(tmp_path:
 
 def test_data_that_is_empty_after_filters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": "1 + 1 = " * 200, "answer": "2"}) for _ in range(4)))
-    done = rolemesh(tmp_path, "train", "data.train=data.jsonl", "data.options={}", "data.overlong=drop", "reward=[{name: exact}]")
+    done = answered(tmp_path, "train", "data.train=data.jsonl", "data.options={}", "data.overlong=drop", "reward=[{name: exact}]")
     assert done.returncode == 2, done.stderr
     assert "overlong" in done.stderr
 
 
 def test_init_writes_a_recipe_that_plans_and_refuses_to_overwrite(tmp_path: Path) -> None:
-    done = rolemesh(tmp_path, "init", "mine")
+    done = answered(tmp_path, "init", "mine")
     assert done.returncode == 0
-    assert rolemesh(tmp_path / "mine", "plan", "recipe.yaml").returncode == 0
+    assert answered(tmp_path / "mine", "plan", "recipe.yaml").returncode == 0
     config = load_config(str(tmp_path / "mine" / "recipe.yaml"))
     assert (config.name, [reward.name for reward in config.reward]) == ("mine", ["rewards:score"])
-    again = rolemesh(tmp_path, "init", "mine")
+    again = answered(tmp_path, "init", "mine")
     assert again.returncode == 2
     assert "recipe.yaml" in again.stderr
 
@@ -116,13 +136,13 @@ def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "gone")
     told = {"run": run.name, "state": "running", "pid": 2**22 + 1, "step": 3, "steps": 9, "phase": "step", "workers": []}
     run.write_status(told | {"memory": {"actor": {"weights": 3 * 2**20, "gradients": 2**20, "asleep": 0}, "ref": {"weights": 0}}})
-    done = rolemesh(tmp_path, "status", "--json")
+    done = answered(tmp_path, "status", "--json")
     assert json.loads(done.stdout)["state"] == "dead"
-    shown = rolemesh(tmp_path, "status", run.name).stdout
+    shown = answered(tmp_path, "status", run.name).stdout
     assert "step 3 of 9" in shown
     assert "memory of actor: weights 3.0 MiB, gradients 1.0 MiB" in shown
     assert "memory of ref: none of its own" in shown
-    assert rolemesh(tmp_path, "status", "nothing").returncode == 2
+    assert answered(tmp_path, "status", "nothing").returncode == 2
 
 
 def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) -> None:
@@ -149,14 +169,14 @@ def test_a_recipe_beside_a_run_is_refused(tmp_path: Path) -> None:
     for command in (["train", "--resume", "mine"], ["eval", "--run", "mine"]):
         (run.checkpoint(1) / "model").mkdir(parents=True, exist_ok=True)
         (run.checkpoint(1) / "state.json").write_text("{}")
-        done = rolemesh(tmp_path, *command, "demo")
+        done = answered(tmp_path, *command, "demo")
         assert done.returncode == 2
         assert f"none can be given with {command[1]}" in done.stderr
 
 
 def test_init_says_where_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = rolemesh(tmp_path, "init", "file")
+    done = answered(tmp_path, "init", "file")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "it must be possible to write into 'file'" in done.stderr
 
@@ -211,7 +231,7 @@ def test_an_interrupt_at_any_moment_ends_every_process(tmp_path: Path, moment: s
 
 def test_eval_samples_prints_and_writes_pass_at_k(tmp_path: Path) -> None:
     small = ("backend=local", "pools.main.nodes=[1]", "data.eval_size=4", "data.size=5000", "data.max_response_tokens=3", "rollout.slots=8")
-    done = rolemesh(tmp_path, "eval", *small, "--samples", "3", "--k", "1,3", "--output", "results/eval.json", "--json")
+    done = answered(tmp_path, "eval", *small, "--samples", "3", "--k", "1,3", "--output", "results/eval.json", "--json")
     assert done.returncode == 0, done.stderr
     printed, written = json.loads(done.stdout), json.loads((tmp_path / "results" / "eval.json").read_text())
     assert printed.keys() == {"eval/pass@1", "eval/pass@3", "eval/reward_mean", "eval/samples", "eval/failed"}

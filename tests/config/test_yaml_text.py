@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import yaml
 
@@ -46,9 +48,15 @@ def test_scalars_follow_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
+LAUGHS = ", ".join(["a: &a [x]", *(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in pairwise("abcdefghi"))]).join("{}")
+"""43 million values in a line."""
+
+
 @pytest.mark.parametrize(
-    "text", ["{1: a}", "{a: 1, a: 2}", "&x [*x]", "a: &x {b: *x}", "!!python/name:os.system", "a\x00b", "[", "{true: 1}", "? [a]\n: b"]
-)
+    "text",
+    ["{1: a}", "{a: 1, a: 2}", "&x [*x]", "a: &x {b: *x}", "!!python/name:os.system", "a\x00b", "[", "{true: 1}", "? [a]\n: b",
+     LAUGHS, "[" * 3000],
+)  # fmt: skip
 def test_what_is_refused(text):
     with pytest.raises(YamlProblem) as caught:
         parse_yaml(text)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rolemesh.config.schema import LoraConfig, ModelConfig
@@ -20,7 +20,8 @@ from rolemesh.models.lora import (
     check_lora,
     is_adapter,
     merged_weights,
-    save_adapter,
+    save_adapter_config,
+    saved_name,
     without_adapter,
 )
 
@@ -61,7 +62,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     weights = dict(named_weights(model))
     plain = without_adapter(without_weights(model))
-    return dict(merged_weights(model, (name for name, _ in named_weights(plain)), weights.__getitem__))
+    names, take = [name for name, _ in named_weights(plain)], weights.__getitem__
+    found = list(merged_weights(model, names, weight=take, whole=take, cut=lambda inside, product: product))
+    assert [inside.replace(".base_layer", "") for _, inside, _ in found] == names
+    return {name: weight for name, _, weight in found}
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -127,7 +131,10 @@ def test_merged_weights_by_hand():
 @pytest.mark.parametrize(("make", "lora"), [(llama, None), (llama, FEW), (gpt2, None)])
 def test_peft_loads_a_saved_adapter(make, lora: LoraConfig | None, tmp_path: Path):
     model = adapted(make, lora)
-    save_adapter(tmp_path, without_weights(model), {name: weight for name, weight in named_weights(model) if is_adapter(name)})
+    save_file(
+        {saved_name(name): weight for name, weight in named_weights(model) if is_adapter(name)}, tmp_path / "adapter_model.safetensors"
+    )
+    save_adapter_config(tmp_path, without_weights(model))
     loaded = PeftModel.from_pretrained(make(), str(tmp_path)).eval()
     assert torch.equal(logits(loaded), logits(model))
     assert loaded.peft_config["default"].base_model_name_or_path == "somewhere"

@@ -33,6 +33,12 @@ def test_other_forms_of_nodes_are_refused(text):
         parse_nodes(text)
 
 
+@pytest.mark.parametrize("text", ["9999999999x8", "2x999999999", "150000x1,60000x1", "1x0:999999999c"])
+def test_nodes_that_nobody_has_are_refused_at_once(text):
+    with pytest.raises(ConfigError, match="--nodes"):
+        parse_nodes(text)
+
+
 def test_A11_nodes_are_ordered_without_resolving_names():
     names = ["worker-10", "worker-2", "10.0.0.10", "10.0.0.9", "fd00::10", "fd00::9", "worker-1", "nowhere.invalid", "9.255.255.255"]
     expected = [

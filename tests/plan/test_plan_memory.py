@@ -53,6 +53,7 @@ def test_every_line_by_its_formula():
         ("actor", "optimizer"): 8 * 1000,
         ("actor", "activations"): 50 * 3 * (58 * 20 + 16 * 16),
         ("actor", "logits"): 50 * 11 * 24,
+        ("actor", "copy while saving"): 12 * 1000 // 2,
         ("rollout", "weights"): 4 * 1000,
         ("rollout", "fused copies"): 3 * 8 * (4 * 5 + 2 * 2 * 5 + 2 * 16) * 4,
         ("rollout", "KV cache"): 8 * 16 * 2 * 3 * 2 * 5 * 4,
@@ -137,10 +138,13 @@ def test_sharded_and_split_models_are_held_in_parts():
     assert found["actor", "activations"] == 50 * 3 * (58 * 20 + 16 * 16)  # two rows of ranks: 80 tokens each, the option allows 50
 
 
-def test_the_copy_for_a_checkpoint_comes_when_activations_and_logits_are_gone():
-    large = replace(FACTS, parameters=10**9)
-    found = lines(build_plan(config(), inventory(memory_bytes=2**50), large))
-    assert found["actor", "copy while saving"] == 12 * 10**9 - found["actor", "activations"] - found["actor", "logits"]
+def test_ranks_divide_the_copy_for_a_checkpoint_which_lies_in_host_memory():
+    pools = {"main": {"nodes": [4]}}
+    plan = build_plan(config(pools=pools), inventory(), FACTS)
+    assert lines(plan)["actor", "copy while saving"] == 12 * 1000 // 4
+    assert not any(line.on_gpu for line in plan.memory[0].lines if line.what == "copy while saving")
+    waiting = build_plan(config(pools=pools, trainer={"async_save": False}), inventory(), FACTS)
+    assert ("actor", "copy while saving") not in lines(waiting)
 
 
 def test_scoring_processes_are_counted():
@@ -198,8 +202,9 @@ def test_gpu_memory_counts_apart():
     plan = build_plan(gpu, inventory(gpus=2, gpu_memory_bytes=GIB), FACTS)
     assert plan.problems == ()
     # The weights pass through the process's own memory, those of actor and rollout after each other.
-    assert plan.memory[0].host_bytes == GPU_PROCESS_BYTES + 4 * 1000
-    assert plan.memory[0].gpu_bytes == CONTEXT_BYTES + sum(value for (role, _), value in lines(plan).items() if role)
+    copy = lines(plan)["actor", "copy while saving"]
+    assert plan.memory[0].host_bytes == GPU_PROCESS_BYTES + 4 * 1000 + copy
+    assert plan.memory[0].gpu_bytes == CONTEXT_BYTES + sum(value for (role, _), value in lines(plan).items() if role) - copy
     (problem,) = build_plan(gpu, inventory(gpus=2, gpu_memory_bytes=1000), FACTS).problems
     assert problem.subject == "pool main on node n"
     assert problem.need.startswith("GPU memory")

@@ -22,6 +22,9 @@ def collect_sum(topology: Topology, request: Request, answers: list[Answer]) -> 
     return sum(answer.value for answer in answers)
 
 
+TOO_FEW = Dispatch(name="too few", split=lambda topology, request: [Share(None, request.args, request.kwargs)], collect=collect_sum)
+
+
 class Adder(Worker):
     def __init__(self, context: WorkerContext, *, bonus: int = 0) -> None:
         super().__init__(context)
@@ -54,6 +57,10 @@ class Adder(Worker):
     @register(dispatch="data_parallel", reads=("prompt_ids",))
     def columns_seen(self, batch: Batch) -> list[str]:
         return list(batch.names)
+
+    @register(dispatch=TOO_FEW)
+    def too_few(self) -> int:
+        return 1
 
     @register(dispatch="one_each")
     def double(self, value: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from runtime_workers import Adder, DiesJoining, Flaky, SlowToLoad, Summer
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.errors import BatchError, DataLost, DeadlineExceeded, NotJoined, ResourceError, WorkerDied, WorkerError
-from rolemesh.protocols.backend import Call, Report
+from rolemesh.protocols.backend import Call, Reply, Report
 from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, KvStore, Pool, WorkerGroup
 
 
@@ -151,6 +152,10 @@ def test_dispatch_modes(backend: Backend) -> None:
                 await group.double([1, 2])
             with pytest.raises(AttributeError, match="no registered method 'lenghts'"):
                 await group.lenghts()
+            with pytest.raises(AttributeError, match=r"no registered method 'lenghts'; it has .*lengths"):
+                await group.call("lenghts")
+            with pytest.raises(BatchError, match=r"too_few\(\): its dispatch 'too few' must return .* for each of 3 ranks, got 1"):
+                await group.too_few()
 
     backend.run(main())
 
@@ -191,11 +196,27 @@ def test_an_answer_that_cannot_travel_is_an_error_of_its_method(backend: Backend
             assert not isinstance(caught.value, WorkerDied)
             assert await group.count_up() == [1, 1]
             call = Call(id="x", epoch=1, generation=0, group=group.name, method="lock", args=(1,))
-            pending = backend.call(group.processes[1], call, [])
-            with pytest.raises(WorkerError, match="pickle"):
-                await pending.reply
+            told: asyncio.Queue[Reply | Exception] = asyncio.Queue()
+            loop = asyncio.get_running_loop()
+            blocks = backend.call(group.processes[1], call, [], lambda answer: loop.call_soon_threadsafe(told.put_nowait, answer))
+            async with asyncio.timeout(20):
+                answer = await told.get()
+            assert isinstance(answer, WorkerError)
+            assert "pickle" in str(answer)
             with pytest.raises(DataLost, match=r"stored values that are gone .*pickle"):
-                await backend.fetch(pending.blocks, 20)
+                await backend.fetch(blocks, 20)
+
+    backend.run(main())
+
+
+def test_arguments_that_cannot_travel_end_the_call_on_all_ranks(backend: Backend) -> None:
+    needs(backend, "processes")
+
+    async def main() -> None:
+        async with a_group(backend, Adder, 2) as group:
+            with pytest.raises(BatchError, match=rf"{group.name}.double\(\): .*process .* cannot be sent: TypeError: .*lock"):
+                await group.double([3, threading.Lock()])  # rank 0 has it by then
+            assert await group.double([3, 4]) == [6, 8]
 
     backend.run(main())
 
@@ -353,6 +374,17 @@ def test_A04_a_pool_that_does_not_fit_fails_in_time_with_numbers(backend: Backen
         assert backend.time() - started < 4
         assert "toobig" in str(caught.value)
         assert "1000" in str(caught.value)
+
+    backend.run(main())
+
+
+def test_the_second_pool_of_a_name_is_refused_and_the_first_is_not_harmed(backend: Backend) -> None:
+    async def main() -> None:
+        async with a_pool(backend, 1) as pool:
+            with pytest.raises(ResourceError, match=rf"pool .*{pool.name}: a name of its own; found a pool of this name"):
+                await (await Pool.of_slots(backend, pool.name, [1], cpus=0.25)).create(deadline=10)
+            async with a_group(backend, Adder, 1, pool=pool) as group:
+                assert await group.double([2]) == [4]
 
     backend.run(main())
 

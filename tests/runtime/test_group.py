@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import threading
 import time
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from runtime_workers import Adder, Summer
 
 from rolemesh.batch import BlockMeta
-from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError
+from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Pending, Process, Reply, Report
+from rolemesh.protocols.backend import Bundle, Call, Failure, OnAnswer, Process, ProcessSpec, Reply, Report
 from rolemesh.runtime import LocalBackend, Pool, Worker, WorkerGroup, register
+from rolemesh.runtime.calls import Called, failed
 
 
 class Silent(LocalBackend):
@@ -22,15 +24,15 @@ class Silent(LocalBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: list[Pending] = []
+        self.waiting: list[OnAnswer] = []
         self.requests: list[tuple[str, str]] = []
 
-    def call(self, process: Process, call: Call, blocks: Any) -> Pending:
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        if call.method != "step":
-            reply.set_result(Reply())
-        self.pending.append(Pending(process=process, call=call, reply=reply, blocks=(None, None)))
-        return self.pending[-1]
+    def call(self, process: Process, call: Call, blocks: Any, answered: OnAnswer) -> tuple[Any, Any]:
+        if call.method == "step":
+            self.waiting.append(answered)
+        else:
+            answered(Reply())
+        return None, None
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         self.requests.append((request, kwargs.get("group", "")))
@@ -77,15 +79,53 @@ async def test_the_death_of_a_rank_that_nobody_waits_for_any_more_is_no_noise() 
     await group.rejoin()
     with pytest.raises(DeadlineExceeded):
         await group.call("step", 1.0, deadline=0.02)
-    for pending in backend.pending:
-        if not pending.reply.done():
-            pending.reply.set_exception(RolemeshError(text="gone"))
+    assert len(backend.waiting) == 2
+    while backend.waiting:
+        backend.waiting.pop()(RolemeshError(text="gone"))
     await asyncio.sleep(0)
-    backend.pending.clear()
-    del pending
     gc.collect()
     await asyncio.sleep(0)
     assert [context for context in noise if "gone" in str(context.get("exception"))] == []
+
+
+class Elsewhere(Silent):
+    """`step` fails, as another thread tells while the controller goes on."""
+
+    def call(self, process: Process, call: Call, blocks: Any, answered: OnAnswer) -> tuple[Any, Any]:
+        if call.method != "step":
+            return super().call(process, call, blocks, answered)
+        failure = Failure(type="ValueError", message="no", traceback="", at=0.0)
+        threading.Thread(target=answered, args=(Reply(failure=failure),)).start()
+        time.sleep(0.02)
+        return None, None
+
+
+async def test_a_failure_that_is_being_told_of_is_never_taken_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(answer: Reply | Exception) -> bool:
+        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
+        return failed(answer)
+
+    monkeypatch.setattr("rolemesh.runtime.calls.failed", slowly)
+    group = await summers(Elsewhere())
+    with pytest.raises(WorkerError, match=r"sums rank 0 .* in step\(\): ValueError: no"):
+        await group.call("step", 1.0, ranks=(0,), deadline=10)
+
+
+async def test_an_answer_in_the_moment_of_the_deadline_comes_before_it_or_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Silent()
+
+    class Close(Called):
+        def replies(self) -> dict[int, Reply] | None:
+            found = super().replies()
+            for answered in backend.waiting:
+                answered(Reply())
+            return found
+
+    group = await summers(backend)
+    await group.rejoin()
+    monkeypatch.setattr("rolemesh.runtime.group.Called", Close)
+    with pytest.raises(DeadlineExceeded, match=r"sums.step\(\) on ranks 0, 1"):
+        await group.call("step", 1.0, ranks=(0, 1), deadline=0.01)
 
 
 async def test_rows_never_go_to_half_a_tensor_parallel_group() -> None:
@@ -102,6 +142,30 @@ class Clashing(Worker):
 
     @register()
     def epoch(self) -> None: ...
+
+
+async def test_ranks_have_places_of_their_own_that_exist() -> None:
+    backend = LocalBackend()
+    pool = await Pool.of_slots(backend, "pool", [2], cpus=0.1)
+    for bundles, tensor_parallel in (([], 1), ([0, 0], 1), ([2], 1), ([-1], 1), ([0, 1], 0), ([0], 2)):
+        with pytest.raises(ConfigError, match=r"group sums: some of the places 0 to 1 of pool pool, each once.*found bundles \["):
+            WorkerGroup("sums", Summer, pool, bundles, tensor_parallel=tensor_parallel)
+    for slots in ([], [0], [2, -1]):
+        with pytest.raises(ResourceError, match="pool pool: at least one place; found slots"):
+            await Pool.of_slots(backend, "pool", slots)
+    for cpus in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ResourceError, match="pool pool: places of some CPUs or GPUs each; found cpus="):
+            await Pool.of_slots(backend, "pool", [1], cpus=cpus)
+
+
+async def test_a_process_that_dies_as_it_starts_is_named_by_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spawn(spec: ProcessSpec, deadline: float) -> Process:
+        raise WorkerDied(group="", rank=-1, node="n", pid=0, method="", original_type="Killed", original_message="no")
+
+    backend = LocalBackend()
+    monkeypatch.setattr(backend, "spawn", spawn)
+    with pytest.raises(WorkerDied, match=r"sums rank 0 \(node n, pid 0\) in __init__\(\): Killed: no"):
+        await WorkerGroup("sums", Summer, await Pool.of_slots(backend, "pool", [1]), [0]).create()
 
 
 async def test_a_method_named_like_something_of_the_group_is_refused() -> None:
@@ -125,13 +189,12 @@ async def test_calls_leave_the_environment_of_their_process_as_it_was(monkeypatc
 class Prompt(LocalBackend):
     """Calls are answered in the next turn of the loop, with the same small column for every rank."""
 
-    def call(self, process: Process, call: Call, blocks: Any) -> Pending:
+    def call(self, process: Process, call: Call, blocks: Any, answered: OnAnswer) -> tuple[Any, Any]:
         self.calls = [*getattr(self, "calls", []), call]
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         ids = call.assembly.ids if call.assembly else np.zeros((0, 2), np.int64)
         meta = BlockMeta(ids=ids, tokens={}, columns={"response_length": "int"}, nbytes=8)
-        asyncio.get_running_loop().call_soon(reply.set_result, Reply(metas=(meta, None) if call.assembly else (None, None)))
-        return Pending(process=process, call=call, reply=reply, blocks=(reply, None))
+        asyncio.get_running_loop().call_soon(answered, Reply(metas=(meta, None) if call.assembly else (None, None)))
+        return object(), None
 
 
 async def adders(backend: LocalBackend, ranks: int) -> WorkerGroup:

@@ -257,6 +257,23 @@ def test_waiting_for_oneself_is_refused() -> None:
     assert guarded(test, main=8) == 0
 
 
+def test_two_who_each_want_the_part_of_the_other_are_both_named() -> None:
+    """It holds a part itself, but what it lacks is the other's."""
+
+    async def test(guard: ResourceGuard) -> None:
+        await guard.acquire("main", 2, who="actor", deadline=1)
+        half = await guard.acquire("main", 2, who="critic", deadline=1)
+        waiting = asyncio.ensure_future(guard.acquire("main", 2, who="actor", deadline=3600))
+        await settled()
+        ring = "critic waits for 2 slots of main, held by actor; actor waits for 2 slots of main, held by critic"
+        with pytest.raises(Deadlock, match=ring):
+            await guard.acquire("main", 2, who="critic", deadline=3600)
+        half.release()
+        await waiting
+
+    assert guarded(test, main=4) == 0
+
+
 def test_a_ring_that_goes_through_the_queue_is_seen() -> None:
     """The critic asks for little that is free, but behind the actor, who waits for what the critic holds."""
 

@@ -301,6 +301,22 @@ async def test_values_are_small_and_plain(value: object, found: str) -> None:
         assert await store.list() == {}
 
 
+async def test_keys_are_texts_and_leases_last() -> None:
+    async with a_store(LocalBackend()) as store:
+        for wrong in (None, 1, b"key"):
+            for method, more in ((store.put, (1,)), (store.look, ()), (store.delete, ()), (store.list, ()), (store.get, (0.1,))):
+                with pytest.raises(TypeError, match=r"a key of the store must be a str, got (None|1|b'key')"):
+                    await method(wrong, *more)
+        with pytest.raises(ValueRefused, match="at most 65536 bytes"):
+            await store.put("k" * 70_000, 1)
+        for wrong in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="a lease must last"):
+                await store.lease(wrong)
+        assert await store.list() == {}
+        with pytest.raises(DeadlineExceeded):
+            await store.get("absent", 0)
+
+
 # A store that restarts.
 
 

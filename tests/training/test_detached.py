@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_helpers import SMALL, Quiet, only_run, rows, small
 
 from rolemesh.observe import RunDirectory, read_json_lines
@@ -81,9 +81,21 @@ def calls(run: RunDirectory, since: float) -> set[str]:
     return {event["name"] for event in events if event["ph"] == "X" and event["ts"] > since * 1e6}
 
 
-def ready(run: RunDirectory, since: float) -> float:
-    """Seconds until all groups stood ready."""
-    return max(event["time"] for event in read_json_lines(run.events) if event["kind"] == "ready") - since
+def when(run: RunDirectory, since: float, kind: str) -> float:
+    """Seconds until the last event whose kind begins so."""
+    return max(event["time"] for event in read_json_lines(run.events) if event["kind"].startswith(kind)) - since
+
+
+def refused(folder: Path, run: RunDirectory) -> None:
+    """A driver that finds a broken torch takes over all the same, as it needs none for that; then it is refused."""
+    (folder / "broken").mkdir()
+    (folder / "broken" / "torch.py").write_text("raise ImportError('no torch for this driver')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder / "broken"), os.environ.get("PYTHONPATH", ""))))
+        again = train(folder, "--resume", run.name)
+        output, _ = again.communicate(timeout=120)
+    assert "no torch for this driver" in output
+    assert again.returncode != 0
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +106,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 def assert_same_end(run: RunDirectory, undisturbed: RunDirectory) -> None:
-    states = [torch.load(each.checkpoint(STEPS) / "actor.pt", weights_only=True) for each in (undisturbed, run)]
-    assert len(states[0]["model"]) > 5
-    for part in ("model", "optimizer"):
-        assert flat(states[0][part]).keys() == flat(states[1][part]).keys()
-        for name, tensor in flat(states[0][part]).items():
-            assert torch.equal(tensor, flat(states[1][part])[name]), name
+    for file in ("model/model.safetensors", "actor-optimizer.safetensors"):
+        expected, found = (load_file(each.checkpoint(STEPS) / file) for each in (undisturbed, run))
+        assert expected.keys() == found.keys()
+        assert len(expected) > 5
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, found[name]), name
     trained = [row["step"] for row in rows(run) if "reward/mean" in row]
     assert trained == list(range(1, STEPS + 1))
 
 
-def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors by path."""
-    found = {}
-    for name, value in state.items():
-        found |= {f"{name}.{key}": tensor for key, tensor in flat(value).items()} if isinstance(value, dict) else {name: value}
-    return found
-
-
 def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(tmp_path: Path, undisturbed: RunDirectory) -> None:
     run, pids = killed_after(tmp_path, 2, train(tmp_path, *demo()))
-    assert all(map(psutil.pid_exists, pids))
+    before, began = run.status.read_text(), time.time()
+    refused(tmp_path, run)
+    assert kinds(run, began, "pool main") == ["attached, 3 of 3 processes live"]
+    assert all(map(psutil.pid_exists, pids)), "who is refused leaves all as it was"
+    assert run.status.read_text() == before
     began = time.time()
     again = train(tmp_path, "--resume", run.name)
     while (
@@ -129,9 +137,10 @@ def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_
     assert not calls(run, began) & {"actor.load", "rollout.load", "reward.load"}, "workers stay as they are"
     assert_same_end(run, undisturbed)
     assert gone(pids), "a run that ends in order frees everything"
-    seconds = ready(run, began)
-    sys.stdout.write(f"attached after {seconds:.1f} s\n")
-    assert seconds < 60, "under 5 s on a machine that does nothing else"
+    times = [when(run, began, kind) for kind in ("attached", "loading", "resumed")]
+    sys.stdout.write("attached after {:.1f} s, loading from {:.1f} s, at the checkpoint after {:.1f} s\n".format(*times))
+    assert times == sorted(times)
+    assert times[-1] < 60, "attached under 5 s on a machine that does nothing else"
 
 
 def test_a_resume_with_other_pools_gives_the_old_ones_back_first(tmp_path: Path, undisturbed: RunDirectory) -> None:

@@ -7,16 +7,17 @@ give exactly 0 by every estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from rolemesh.algorithms.whitening import row_moments
 from rolemesh.batch import Batch
 from rolemesh.batch.tokens import refuse_nonfinite, sampled_tokens, token_column
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KlKind = Literal["k1", "k2", "k3"]
 
@@ -49,7 +50,7 @@ def kl_estimate(kind: KlKind, logprobs: Tensor, other: Tensor) -> Tensor:
             return difference.square() / 2
         case "k3":
             # expm1 keeps the few digits that exp(x) - 1 - x loses near 0, where this estimate lives; clamped against their last rounding.
-            return (torch.expm1(-difference) + difference).clamp_min(0.0)
+            return ((-difference).expm1() + difference).clamp_min(0.0)
         case _:
             raise ValueError(f"unknown estimate {kind!r}; use k1, k2 or k3")
 
@@ -58,6 +59,8 @@ def token_kl(batch: Batch, kind: KlKind, kept: npt.NDArray[np.bool_], like: str 
     """Estimates [T] for the tokens of `kept`, 0 elsewhere: the engine's log-probabilities against those of the reference model.
 
     Reads rollout_logprobs and ref_logprobs. Raises BatchError, naming the row, when one of these tokens has no finite log-probability."""
+    import torch
+
     columns = {name: token_column(batch, name, like).astype(np.float64) for name in ("rollout_logprobs", "ref_logprobs")}
     row = np.repeat(np.arange(len(batch)), batch.lengths(like))
     for name, values in columns.items():

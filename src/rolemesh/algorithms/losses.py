@@ -1,13 +1,17 @@
-"""Token losses and their diagnostics: pure torch, every argument and result of shape [T]. The algorithms call it in the actor."""
+"""Token losses and their diagnostics: pure torch, every argument and result of shape [T]. The algorithms call it in the actor.
+
+Torch is imported by whoever calls: the controller, which makes an algorithm too, does without.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rolemesh.algorithms.kl import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,8 @@ def clipped_surrogate(
     2025, arXiv:2503.14476, eq. 10). With `dual_clip` c > 1 the loss of a negative advantage is bounded by -c A: dual-clip PPO, Ye et
     al. 2020, arXiv:1912.09729, eq. 5.
     """
+    import torch
+
     # cut, because an infinite ratio that the clip discards would still turn its gradient into 0 * inf = nan
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -69,6 +75,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 
     The value loss of PPO2 in OpenAI Baselines (Dhariwal et al. 2017, https://github.com/openai/baselines, ppo2/model.py).
     """
+    import torch
+
     errors = (values - returns).square()
     moved = values.detach() - old_values
     if clip is None:

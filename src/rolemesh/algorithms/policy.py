@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rolemesh.algorithms.aggregation import assign_minibatches, token_weights
 from rolemesh.algorithms.kl import adapted_coefficient, kl_estimate
@@ -20,6 +18,9 @@ from rolemesh.errors import BatchError, ConfigError
 from rolemesh.names import REF
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ClippedPolicy:
@@ -163,6 +164,8 @@ def _mean_kl(prepared: Batch, trained: np.ndarray) -> float:
 
 
 def _entropy(tokens: TokenBatch) -> Tensor:
+    import torch
+
     if torch.is_grad_enabled() and tokens.logprobs.requires_grad and not tokens.entropy.requires_grad:
         raise ValueError(
             "algorithm.entropy_coefficient needs the gradient of the entropy; make the train engine with entropy_gradient=True"

@@ -13,10 +13,9 @@ Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019,
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
-from torch import Tensor
 
 from rolemesh.algorithms.gae import gae, token_rewards
 from rolemesh.algorithms.kl import token_kl
@@ -30,6 +29,9 @@ from rolemesh.errors import BatchError
 from rolemesh.names import CRITIC
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import StepTerms, ValueBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUMS: Final = ("advantage", "advantage_spread", "return_mean", "return_spread")
 """What the controller needs of a row's tokens."""

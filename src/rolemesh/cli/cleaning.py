@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from rolemesh.config import load_config
 from rolemesh.errors import ConfigError, RolemeshError
@@ -88,13 +87,15 @@ def _show(entries: list[dict[str, Any]], console: Console, *, dry_run: bool) -> 
     if not entries:
         console.print("nothing is left")
         return
-    table = Table("run", "state", "for", "processes", "memory", "folder", "actors", "groups", "freed")
     for entry in entries:
-        age = f"{(time.time() - entry['since']) / 60:.0f} min" if entry["since"] else ""
+        age = f" for {(time.time() - entry['since']) / 60:.0f} min" if entry["since"] else ""
         memory = sum(process["bytes"] for process in entry["processes"])
-        sizes = (str(len(entry["processes"])), f"{memory / 1e6:.0f} MB", f"{entry.get('folder_bytes', 0) / 1e6:.1f} MB")
-        in_ray = (str(len(entry["actors"])), str(len(entry["placement_groups"])))
-        table.add_row(entry["run"], entry["state"], age, *sizes, *in_ray, "yes" if entry["freed"] else "no")
-    console.print(table)
+        parts = [
+            f"{len(entry['processes'])} processes with {memory / 1e6:.0f} MB",
+            f"{entry.get('folder_bytes', 0) / 1e6:.1f} MB in files",
+            f"in Ray {len(entry['actors'])} actors and {len(entry['placement_groups'])} groups",
+            "freed" if entry["freed"] else "not freed",
+        ]
+        console.print(f"[bold]{entry['run']}[/bold]: {entry['state']}{age}; {', '.join(parts)}", soft_wrap=True, highlight=False)
     if dry_run:
         console.print("nothing was freed (--dry-run)")

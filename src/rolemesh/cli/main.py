@@ -106,6 +106,19 @@ def _lines() -> list[str]:
 
 
 @app.command()
+def export(
+    which: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run (path, name or its beginning), or a checkpoint's folder.")],
+    to: Annotated[Path, typer.Option(help="Folder to write: new or empty.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Checkpoint of this step (default: the newest complete one).")] = None,
+    dtype: Annotated[str, typer.Option(help="Number format of the weights: float32 or bfloat16.")] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write a trained model as a Hugging Face folder, and check that transformers loads the same from it."""
+    running.export(which, to, step, dtype, runs_dir, force=force)
+
+
+@app.command()
 def plan(
     arguments: Arguments = None,
     nodes: Annotated[

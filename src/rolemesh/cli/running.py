@@ -1,4 +1,4 @@
-"""Commands that start something: train, sft, eval, generate. Torch and Ray are loaded inside, after the config was read."""
+"""Commands that start something: train, sft, eval, generate, export. Torch and Ray are loaded inside, after the config was read."""
 
 from __future__ import annotations
 
@@ -147,6 +147,16 @@ def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: 
 
     for answer in run_generation(config, prompts, temperature):
         typer.echo(answer)
+
+
+def export(which: str, to: Path, step: int | None, dtype: str, runs_dir: Path, *, force: bool) -> None:
+    """See `rolemesh export --help`."""
+    _prepare_process()
+    from rolemesh.training.export import plan_export, run_export
+
+    planned = plan_export(which, to, runs_dir=runs_dir, step=step, dtype=dtype, force=force)
+    run_export(planned, lambda text: typer.echo(text, err=True))
+    typer.echo(str(to))
 
 
 def _model_of(directory: RunDirectory) -> str:

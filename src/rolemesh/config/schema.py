@@ -297,6 +297,8 @@ class TrainerConfig(Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
+    async_save: bool = True
+    """Copy and write checkpoints beside the next step, from host memory; else training waits until they are on disk."""
     eval_every: NotNegative = 0
     """Steps between evaluations on held-out prompts; 0 evaluates only before the first and after the last step."""
     save_samples_every: Positive = 10

@@ -19,6 +19,10 @@ _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 
 
+MOST_VALUES = 100_000
+"""What a text may stand for when its aliases are written out."""
+
+
 class YamlProblem(Exception):
     """The text is no acceptable YAML. `line` and `column` count from 1."""
 
@@ -87,7 +91,13 @@ _Dumper.add_representer(str, _text)
 def parse_yaml(text: str) -> Any:
     """The value that `text` stands for. Raises YamlProblem with line, column and reason."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _written_out(node, {}) > MOST_VALUES:
+            raise YamlProblem(1, 1, f"more than {MOST_VALUES} values when aliases are written out")
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -95,6 +105,18 @@ def parse_yaml(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlProblem(line, 1, f"character {error.character!r} is not allowed ({error.reason})") from error
+    except RecursionError as error:
+        raise YamlProblem(1, 1, "brackets or lists within each other, too deep") from error
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many nodes it is, each counted wherever an alias stands for it. One that contains itself counts once: building it is refused."""
+    if id(node) not in known:
+        known[id(node)] = 1
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        if not isinstance(node, yaml.ScalarNode):
+            known[id(node)] += sum(_written_out(part, known) for part in inner)
+    return known[id(node)]
 
 
 def dump_yaml(value: Any) -> str:

@@ -1,11 +1,43 @@
 """Models and tokenizers as Hugging Face folders: found, checked, loaded, saved. The home of `transformers`.
 
-Called by data (prompts), rollout and train engines (weights) and checkpoints (saving). Nothing here reaches for the network.
+Called by data (prompts), rollout and train engines (weights) and checkpoints (saving). Nothing here reaches for the network. Names are
+imported when they are used: `transformers` and torch take seconds.
 """
 
-from rolemesh.models.load import check_weights, load_config, load_model, open_weights
-from rolemesh.models.prompts import encode_prompt
-from rolemesh.models.save import save_model
-from rolemesh.models.tokenizer import load_tokenizer, stop_token_ids
+from __future__ import annotations
 
-__all__ = ["check_weights", "encode_prompt", "load_config", "load_model", "load_tokenizer", "open_weights", "save_model", "stop_token_ids"]
+from typing import TYPE_CHECKING
+
+from rolemesh.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rolemesh.models.load import check_weights, load_config, load_model, open_weights
+    from rolemesh.models.lora import check_lora
+    from rolemesh.models.prompts import encode_prompt
+    from rolemesh.models.save import save_description, save_model
+    from rolemesh.models.tokenizer import load_tokenizer, stop_token_ids
+
+__all__ = [
+    "check_lora",
+    "check_weights",
+    "encode_prompt",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "open_weights",
+    "save_description",
+    "save_model",
+    "stop_token_ids",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "load": ("check_weights", "load_config", "load_model", "open_weights"),
+            "lora": ("check_lora",),
+            "prompts": ("encode_prompt",),
+            "save": ("save_description", "save_model"),
+            "tokenizer": ("load_tokenizer", "stop_token_ids"),
+        },
+    )

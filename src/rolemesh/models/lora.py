@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from accelerate import init_empty_weights
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -110,26 +109,38 @@ def without_adapter(model: nn.Module) -> nn.Module:
     return found.requires_grad_(True)
 
 
-def merged_weights(model: nn.Module, names: Iterator[str], weight: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What a model without adapter needs to compute the same: (name, W + s B A) for each of `names`, those of that model. `weight` gives
-    the whole of each weight of `model` by its name, and is asked in the same order everywhere; none is changed."""
+def merged_weights(
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    weight: Callable[[str], Tensor],
+    whole: Callable[[str], Tensor],
+    cut: Callable[[str, Tensor], Tensor],
+) -> Iterator[tuple[str, str, Tensor]]:
+    """What a model without adapter needs to compute the same: (name, name in `model`, W + s B A) for each of `names`, those of that model.
+
+    By names in `model`, `weight` gives W or a part of it, `whole` all of B or A, in the same order everywhere, and `cut` of an s B A
+    what belongs to that part. None of their weights is changed."""
     layers = _adapted(model)
     for name in names:
         inside = _inside(layers, name)
         found, (path, _, leaf) = weight(inside), name.rpartition(".")
         if leaf == "weight" and path in layers:
             layer = layers[path]
-            b, a = weight(f"{path}.lora_B.{NAME}.weight"), weight(f"{path}.lora_A.{NAME}.weight")
+            b, a = whole(f"{path}.lora_B.{NAME}.weight"), whole(f"{path}.lora_A.{NAME}.weight")
             product = b.float() @ a.float()
-            found = found + (product.T if layer.fan_in_fan_out else product) * layer.scaling[NAME]
-        yield name, found
+            found = found + cut(inside, (product.T if layer.fan_in_fan_out else product) * layer.scaling[NAME])
+        yield name, inside, found
 
 
-def save_adapter(folder: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Write the adapter of `model`, which may be without contents, with these weights by its names, into an existing folder in the format
-    of peft: `PeftModel.from_pretrained(base, folder)` reads it."""
-    named = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": weight.contiguous() for name, weight in weights.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+def saved_name(name: str) -> str:
+    """The name that peft gives a weight of an adapter in a file."""
+    return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
+
+
+def save_adapter_config(folder: Path, model: nn.Module) -> None:
+    """Write what makes of a folder with the adapter's weights (`adapter_model.safetensors`, by their `saved_name`) one that peft reads:
+    `PeftModel.from_pretrained(base, folder)`. `model` has the adapter."""
     config = copy.copy(cast(Any, model).peft_config[NAME])
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 
 
 def save_model(
@@ -32,6 +34,23 @@ def save_model(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     _sync_path(folder.parent)
+
+
+def save_description(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Collection[str]) -> None:
+    """Write and sync everything of a Hugging Face folder but the weights, which others write: config, generation config, code of the
+    model's own, tokenizer. `weights` are their names: those that the model ties and that are all there have separated, and the config says
+    so, or readers that believe it would lose one of them. Raises OSError."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+    if any(one in weights and other in weights for one, other in model.all_tied_weights_keys.items()):
+        config.tie_word_embeddings = False
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _sync(folder)
 
 
 def _save_weights(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:

@@ -145,6 +145,9 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
         "most that the largest rank's tensors took in the step: `weights`, `gradients` and `optimizer` on its device while it worked, "
         "`asleep` in host memory while others did (`trainer.offload`); of ref its `weights`, 0 when it is the actor without its adapter",
     ),
+    ("checkpoint/stall_seconds", "s", "loop", "time that training waited for a checkpoint, in a row of its own with the step it is of"),
+    ("checkpoint/seconds", "s", "loop", "time from the beginning of a save until its checkpoint was complete"),
+    ("checkpoint/bytes", "bytes", "loop", "size of the checkpoint"),
     ("throughput/tokens_per_second", "tokens/s", "loop", "prompt and answer tokens of the step divided by the wall time of the step"),
     ("bottleneck/role", "text", "loop", "role that held the step back"),
     ("bottleneck/reason", "text", "loop", "call of that role with the largest own time, and how large it was"),

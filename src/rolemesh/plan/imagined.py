@@ -15,9 +15,11 @@ GIB: Final = 1024**3
 ASSUMED_CPUS_PER_GPU: Final = 8
 ASSUMED_MEMORY_PER_GPU: Final = 128 * GIB
 ASSUMED_MEMORY_PER_CPU: Final = 4 * GIB
+MOST_DEVICES: Final = 200_000
+"""GPUs, and nodes, of all groups together: more than any cluster has, and a plan of them still takes less than a minute."""
 
 _NODES: Final = re.compile(r"(?P<count>\d+)x(?P<gpus>\d+)(?P<more>(?::[^:]+)*)")
-_CPUS: Final = re.compile(r"(\d+)c")
+_CPUS: Final = re.compile(r"(\d{1,5})c")
 _MEMORY: Final = re.compile(r"(\d+)G")
 _RESOURCE: Final = re.compile(r"(\d+(?:\.\d+)?)\*([A-Za-z_][\w.-]*)")
 _LABEL: Final = re.compile(r"([A-Za-z_][\w./-]*)=([\w./-]+)")
@@ -44,12 +46,21 @@ def parse_nodes(text: str | Sequence[str]) -> Inventory:
     """
     parts = [text] if isinstance(text, str) else list(text)
     nodes: list[NodeInfo] = []
+    devices = 0
     for part in ",".join(parts).replace(" ", ",").split(","):
         if part:
+            devices += _devices(part)
+            if devices > MOST_DEVICES:
+                raise ConfigError.one("--nodes", f"must be at most {MOST_DEVICES} nodes and GPUs", f"{devices} up to {part!r}")
             nodes += _group(part, len(nodes))
     if not nodes:
         raise ConfigError.one("--nodes", "must name at least one node", repr(",".join(parts)), "Write for example 2x8")
     return Inventory(nodes=tuple(nodes), origin=" ".join(f"--nodes {part}" for part in parts))
+
+
+def _devices(part: str) -> int:
+    match = _NODES.fullmatch(part)
+    return int(match["count"]) * max(int(match["gpus"]), 1) if match else 0
 
 
 def _group(part: str, first: int) -> list[NodeInfo]:

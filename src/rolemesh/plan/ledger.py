@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from rolemesh.config.schema import PoolConfig
 from rolemesh.errors import Problem
 from rolemesh.plan.schema import NodeInfo
+
+if TYPE_CHECKING:
+    from rolemesh.config.schema import PoolConfig
 
 SMALL_NODE_CPUS: Final = 8
 """Below this a node is a laptop: processes may share CPUs, with a warning. From here on oversubscription is refused."""

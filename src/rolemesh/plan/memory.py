@@ -17,7 +17,8 @@ adapter of rank r those of the adapter, which P counts too):
 | activations | 28 T layers r more, of the inner sides of an adapter | actor |
 | activations | T (40 w + 12 i): one block, nothing is kept | ref |
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
-| copy while saving | 4 P + 8 Q: weights and moments. Only what exceeds activations and logits, which are gone by then | actor, critic |
+| copy while saving | (4 P + 8 Q of all ranks) / ranks, in host memory, with `trainer.async_save`: weights and moments | actor, critic |
+| copy while saving | 4 P, when there is a warm start | ref |
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
@@ -63,6 +64,7 @@ SCORING_BYTES: Final = 120 * MIB
 """The process that scoring processes are forked from, with the verifiers and their libraries; measured, the larger ones take 114."""
 SCORING_PROCESS_BYTES: Final = 40 * MIB
 """One of them: pages of its own; measured, 26 when it begins."""
+COPY: Final = "copy while saving"
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
 FAST_FAMILIES: Final = ("llama", "qwen2", "qwen3")
@@ -81,7 +83,7 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
     models: list[MemoryLine] = []
     for role in roles:
         mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
-        models += [replace(line, on_gpu=on_device) for line in mine]
+        models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
         if on_device and config.trainer.offload and role in TRAINED:
             asleep = sum(line.bytes for line in mine if line.what in ("weights", "optimizer"))
             models.append(MemoryLine(role=role, what="asleep", bytes=asleep))
@@ -131,9 +133,8 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     found |= {"gradients": 4 * trained, "optimizer": 8 * trained, "activations": tokens * by_token}
     if role == ACTOR:
         found["logits"] = _logits(tokens, facts)
-    if (beyond := 4 * parameters + 8 * (adapter or parameters) - found["activations"] - found.get("logits", 0)) > 0:
-        found["copy while saving"] = beyond
-    return found
+    saved = 4 * parameters + 8 * (adapter or parameters)
+    return found | ({COPY: -(-saved // ranks)} if config.trainer.async_save else {})
 
 
 def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
@@ -145,7 +146,8 @@ def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict
         found["gathered"] = _gathered(config, facts)
     tokens = micro_batch_tokens(config, ranks, minibatches=1)
     block = 40 * facts.width + 12 * facts.mlp_width
-    return found | {"activations": tokens * block, "logits": _logits(tokens, facts)}
+    found |= {"activations": tokens * block, "logits": _logits(tokens, facts)}
+    return found | ({COPY: found["weights"]} if config.trainer.async_save and config.sft is not None else {})
 
 
 def _gathered(config: Config, facts: ModelFacts) -> int:
@@ -253,6 +255,7 @@ _LOWER: Final = {
     "passes": "Lower rollout.slots or data.max_prompt_tokens",
     "activations": "Lower trainer.micro_batch_tokens",
     "logits": "Lower trainer.micro_batch_tokens",
+    COPY: "Set trainer.async_save=false",
 }
 
 

@@ -7,12 +7,12 @@ backend, so a simulated backend can make it virtual. Only backend files may bloc
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rolemesh.batch import Assembly, BlockMeta
+from rolemesh.errors import ResourceError
 from rolemesh.observe import Metrics, Span
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.store import StoreLink
@@ -155,14 +155,14 @@ class Report:
     """Python stack of the compute thread, when asked for."""
 
 
-class Pending(NamedTuple):
-    """A submitted call. `reply` resolves to the Reply, or raises WorkerDied when the process is gone, DataLost when a block is gone, and
-    WorkerError when the answer cannot travel. `blocks` refer to the two tables it returns (see `Reply`); a stored object is the second."""
+OnAnswer = Callable[[Reply | Exception], None]
+"""Is told once, on any thread, what came of a call: the Reply, or WorkerDied when the process is gone, DataLost when a block is gone,
+WorkerError when the answer cannot travel, and BatchError when the arguments cannot."""
 
-    process: Process
-    call: Call
-    reply: asyncio.Future[Reply]
-    blocks: tuple[Any, Any]
+
+def taken(pool: str) -> ResourceError:
+    """What a backend says to the second pool of a name."""
+    return ResourceError.one(f"pool {pool}", "a name of its own", "a pool of this name", "Close that one first, or take another name")
 
 
 class Backend(Protocol):
@@ -205,7 +205,8 @@ class Backend(Protocol):
         ...
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        """Reserve the bundles. On expiry removes what it reserved and raises ResourceError with wanted and free per node."""
+        """Reserve the bundles. On expiry removes what it reserved and raises ResourceError with wanted and free per node; also for a name
+        that a pool of this backend has already."""
         ...
 
     async def spawn(self, spec: ProcessSpec, deadline: float) -> Process:
@@ -229,8 +230,9 @@ class Backend(Protocol):
         """Make a worker in the process. Raises WorkerError with the original exception."""
         ...
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        """Queue a call on the process's compute thread; `blocks` are fetched there, never here."""
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
+        """Queue a call on the process's compute thread; `blocks` are fetched there, never here. Returns the references of the two tables
+        that it writes (see `Reply`); a stored object is the second."""
         ...
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:

@@ -6,8 +6,9 @@ neither Arrow nor the config.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rolemesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rolemesh.rewards.builtin import REWARDS
@@ -33,21 +34,16 @@ __all__ = [
     "top_errors",
 ]
 
-_HOMES = {
-    "builtin": ("REWARDS",),
-    "check": ("check_rewards", "full_reward"),
-    "declare": ("reward_function",),
-    "inprocess": ("InProcess",),
-    "outcome": ("Outcome", "concat_scored", "outcome_columns", "top_errors"),
-    "pool": ("ScoringPool",),
-    "scorer": ("RewardError", "RewardScorer"),
-}
-
-
-if not TYPE_CHECKING:  # type checkers shall find wrong names
-
-    def __getattr__(name: str) -> Any:
-        for module, names in _HOMES.items():
-            if name in names:
-                return getattr(import_module(f"{__name__}.{module}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "builtin": ("REWARDS",),
+            "check": ("check_rewards", "full_reward"),
+            "declare": ("reward_function",),
+            "inprocess": ("InProcess",),
+            "outcome": ("Outcome", "concat_scored", "outcome_columns", "top_errors"),
+            "pool": ("ScoringPool",),
+            "scorer": ("RewardError", "RewardScorer"),
+        },
+    )

@@ -16,10 +16,12 @@ from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
-from rolemesh.models import load_model, load_tokenizer, open_weights, save_model
-from rolemesh.models.lora import adapted_names, add_adapter
+from rolemesh.engines.train.tensor_file import TensorFile
+from rolemesh.models import load_model, load_tokenizer, open_weights, save_description
+from rolemesh.models.lora import adapted_names, add_adapter, save_adapter_config
 from rolemesh.observe import Metrics
-from rolemesh.roles.trained import BY_MINIBATCH, GATHERED, TrainedWorker, engine_options, passes, reads_parts
+from rolemesh.roles.saving import GATHERED
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes, reads_parts
 from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, pack
 
@@ -34,7 +36,10 @@ def actor_reads(*, config: Config) -> tuple[str, ...]:
 class ActorWorker(TrainedWorker):
     """One rank of the actor."""
 
-    state_file: ClassVar[str] = "actor.pt"
+    weights_file: ClassVar[str] = "model/model.safetensors"
+    optimizer_file: ClassVar[str] = "actor-optimizer.safetensors"
+    adapter_file: ClassVar[str] = "adapter/adapter_model.safetensors"
+    """Where an adapter lies, by itself: what is trained. The model below it is that of `model.path`."""
     engine: TrainEngine
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -127,12 +132,18 @@ class ActorWorker(TrainedWorker):
             return None, None
         return pack(self.engine.merged_weights(), version, like=self.engine.empty_weights())
 
-    @register(dispatch=GATHERED)
-    def save(self, folder: str) -> None:
-        """Write the training state and a Hugging Face folder (`model/`) into an existing folder."""
-        super().save(folder)
-        if self.context.rank:
-            deque(self.engine.merged_weights(), maxlen=0)
-            return
-        weights = dict(self.engine.merged_weights())
-        save_model(Path(folder) / "model", self.engine.empty_model, load_tokenizer(self.config.model), state_dict=weights)
+    @property
+    def restored_file(self) -> str:
+        return self.adapter_file if self.config.model.lora is not None else self.weights_file
+
+    def files(self) -> dict[str, TensorFile]:
+        """With an adapter also that; the weights are merged then."""
+        adapter = {} if self.config.model.lora is None else {self.adapter_file: self.engine.adapter_file()}
+        return super().files() | adapter
+
+    def describe(self, folder: Path) -> None:
+        """With config and tokenizer the weights are a Hugging Face folder, and the adapter's folder is one of peft."""
+        names = [name for name, _ in self.engine.empty_weights()]
+        save_description((folder / self.weights_file).parent, self.engine.empty_model, load_tokenizer(self.config.model), names)
+        if self.config.model.lora is not None:
+            save_adapter_config((folder / self.adapter_file).parent, self.engine.model)

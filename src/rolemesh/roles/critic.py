@@ -32,7 +32,8 @@ def critic_reads(*, config: Config) -> tuple[str, ...]:
 class CriticWorker(TrainedWorker):
     """One rank of the critic."""
 
-    state_file: ClassVar[str] = "critic.pt"
+    weights_file: ClassVar[str] = "critic.safetensors"
+    optimizer_file: ClassVar[str] = "critic-optimizer.safetensors"
     engine: ValueEngine
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:

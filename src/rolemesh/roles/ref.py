@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 
 from rolemesh.algorithms import REFERENCE_READS, REFERENCE_WRITES, reference_columns
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Groups, Scorer, TrainEngine
+from rolemesh.engines.train.tensor_file import Copying, TensorFile, stored_tensors
 from rolemesh.models import load_model, open_weights
 from rolemesh.names import ACTOR
 from rolemesh.roles.actor import ActorWorker
-from rolemesh.roles.trained import GATHERED
-from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.roles.saving import SavedWorker
+from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import WeightManifest, unpack
 
 
-class RefWorker(Worker):
+class RefWorker(SavedWorker):
     """One copy of the reference model, whole."""
 
-    state_file: ClassVar[str] = "ref.safetensors"
+    weights_file: ClassVar[str] = "ref.safetensors"
     """Where its weights lie in a checkpoint; only after a warm start, else they are those of the model's folder."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -61,15 +60,18 @@ class RefWorker(Worker):
         """Be the policy with these published weights from here on: what came out of the warm start."""
         self.scorer.load_weights(unpack(manifest, buffer))
 
-    @register(dispatch="rank_zero")
-    def save(self, folder: str) -> None:
-        """Write the weights into an existing folder."""
-        save_file({name: weight.contiguous() for name, weight in self.scorer.named_weights()}, Path(folder) / self.state_file)
+    def files(self) -> dict[str, TensorFile]:
+        """What it has in a checkpoint, by path in there. All copies are equal, and the first has a file of it."""
+        return {self.weights_file: TensorFile.of_whole(dict(self.scorer.named_weights()))} if self.context.rank == 0 else {}
+
+    @property
+    def copying(self) -> Copying:
+        return self.scorer.copying
 
     @register(dispatch="all", mutates=True)
-    def restore(self, folder: str) -> None:
+    def restore(self, folder: str, saved: dict[str, Any]) -> None:
         """Take up the weights of a checkpoint. Raises what safetensors raises for a file that does not fit."""
-        self.scorer.load_weights(load_file(Path(folder) / self.state_file).items())
+        self.scorer.load_weights(stored_tensors(Path(folder) / self.weights_file).items())
 
 
 class ShardedRefWorker(RefWorker):
@@ -87,13 +89,9 @@ class ShardedRefWorker(RefWorker):
             self.scorer.leave()
         super().leave()
 
-    @register(dispatch=GATHERED)
-    def save(self, folder: str) -> None:
-        """Write the weights into an existing folder."""
-        if self.context.rank:
-            deque(self.scorer.named_weights(), maxlen=0)
-        else:
-            super().save(folder)
+    def files(self) -> dict[str, TensorFile]:
+        """What it has in a checkpoint, by path in there."""
+        return {self.weights_file: self.scorer.file()}
 
 
 class SharedRefWorker(RefWorker):
@@ -118,12 +116,15 @@ class SharedRefWorker(RefWorker):
         """Be the actor as it is now from here on, which these are the weights of: its adapter is kept, not they."""
         self._engine.keep_reference()
 
-    @register(dispatch="rank_zero")
-    def save(self, folder: str) -> None:
-        """Write the adapter of the reference into an existing folder."""
-        save_file(dict(self._engine.reference), Path(folder) / self.state_file)
+    def files(self) -> dict[str, TensorFile]:
+        """The adapter of the reference."""
+        return {self.weights_file: TensorFile.of_whole(self._engine.reference)} if self.context.rank == 0 else {}
+
+    @property
+    def copying(self) -> Copying:
+        return self._engine.copying
 
     @register(dispatch="all", mutates=True)
-    def restore(self, folder: str) -> None:
+    def restore(self, folder: str, saved: dict[str, Any]) -> None:
         """Take up the adapter of a checkpoint. Raises ValueError for one that does not fit."""
-        self._engine.take_reference(load_file(Path(folder) / self.state_file))
+        self._engine.take_reference({name: tensor[...] for name, tensor in stored_tensors(Path(folder) / self.weights_file).items()})

@@ -5,26 +5,22 @@ A user adds a role of his own with `roles.NAME.worker: my_pkg.workers:Class`, or
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from rolemesh import names, registry
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError
-from rolemesh.roles.actor import ActorWorker
-from rolemesh.roles.critic import CriticWorker
-from rolemesh.roles.ref import RefWorker, ShardedRefWorker, SharedRefWorker
-from rolemesh.roles.reward import RewardWorker
-from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.runtime import Worker
 from rolemesh.runtime.worker import registered_methods
 
-ROLE_WORKERS: Final[dict[str, type[Worker]]] = {
-    names.ACTOR: ActorWorker,
-    names.ROLLOUT: RolloutWorker,
-    names.REWARD: RewardWorker,
-    names.REF: RefWorker,
-    names.CRITIC: CriticWorker,
+ROLE_WORKERS: Final[dict[str, str]] = {
+    names.ACTOR: "rolemesh.roles.actor:ActorWorker",
+    names.ROLLOUT: "rolemesh.roles.rollout:RolloutWorker",
+    names.REWARD: "rolemesh.roles.reward:RewardWorker",
+    names.REF: "rolemesh.roles.ref:RefWorker",
+    names.CRITIC: "rolemesh.roles.critic:CriticWorker",
 }
+"""As import paths: a process loads what it serves, and the one that scores answers needs no torch."""
 
 REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     names.ACTOR: ("update", "publish", "save", "restore"),
@@ -47,26 +43,26 @@ def worker_class(role: str, config: Config) -> type[Worker]:
                 "none",
                 f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
             )
-        return _ref_worker(config) if role == names.REF else ROLE_WORKERS[role]
-    found = registry.resolve(own, {}, subject=f"roles.{role}.worker")
+        built_in: type[Worker] = registry.load(_ref_worker(config) if role == names.REF else ROLE_WORKERS[role], subject=f"roles.{role}")
+        return built_in
+    found: Any = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ConfigError.one(f"roles.{role}.worker", "must name a subclass of rolemesh.runtime.Worker", repr(own))
     required = (*REQUIRED.get(role, ()), *(("sleep", "wake") if config.trainer.offload and role in (names.ACTOR, names.CRITIC) else ()))
     missing = [method for method in required if method not in registered_methods(found)]
     if missing:
-        base = ROLE_WORKERS[role]
         raise ConfigError.one(
             f"roles.{role}.worker",
             f"{own} must have the registered methods {', '.join(required)}",
             f"no {', '.join(missing)}",
-            f"Derive it from {base.__module__}.{base.__name__}",
+            f"Derive it from {ROLE_WORKERS[role].replace(':', '.')}",
         )
     called = f"{found.__name__}(context, config=config)"
     registry.check_call(found, [None], {"config": config}, subject=f"roles.{role}.worker", name=own, called=called)
     return found
 
 
-def _ref_worker(config: Config) -> type[RefWorker]:
+def _ref_worker(config: Config) -> str:
     if config.ref_is_actor:
-        return SharedRefWorker
-    return RefWorker if config.trainer.sharding == "none" else ShardedRefWorker
+        return "rolemesh.roles.ref:SharedRefWorker"
+    return ROLE_WORKERS[names.REF] if config.trainer.sharding == "none" else "rolemesh.roles.ref:ShardedRefWorker"

@@ -13,8 +13,10 @@ from rolemesh.batch import Batch, BatchRef
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import Groups
 from rolemesh.engines.train.replica import Replica
-from rolemesh.runtime import Dispatch, Request, Share, Topology, Worker, WorkerContext, register
-from rolemesh.runtime.dispatch import collect_all, collect_first, split_all
+from rolemesh.engines.train.tensor_file import Copying, TensorFile
+from rolemesh.roles.saving import SavedWorker
+from rolemesh.runtime import Dispatch, Request, Share, Topology, WorkerContext, register
+from rolemesh.runtime.dispatch import collect_all
 
 
 def split_minibatches(topology: Topology, request: Request) -> list[Share | None]:
@@ -51,10 +53,6 @@ def passes(batch: Batch, *, epochs: int, count: int) -> Iterator[tuple[int, int,
             yield epoch, number, batch.take(np.flatnonzero(member == number))
 
 
-GATHERED = Dispatch(name="gathered", split=split_all, collect=collect_first)
-"""Called on all ranks, each of which gives its part; the first has the result."""
-
-
 def engine_options(config: Config, device: str) -> dict[str, Any]:
     """How the `trainer` section has models trained."""
     trainer = config.trainer
@@ -73,12 +71,13 @@ def reads_parts(config: Config, context: WorkerContext) -> bool:
     return context.world_size > 1 and (config.trainer.sharding != "none" or context.tensor_parallel > 1)
 
 
-class TrainedWorker(Worker):
-    """One rank of a model under training. A subclass makes `engine` in `load` and names its `state_file`."""
+class TrainedWorker(SavedWorker):
+    """One rank of a model under training. A subclass makes `engine` in `load` and names its files."""
 
     communicates: ClassVar[bool] = True
-    state_file: ClassVar[str]
-    """Where its state lies in a checkpoint."""
+    weights_file: ClassVar[str]
+    """Where its weights lie in a checkpoint."""
+    optimizer_file: ClassVar[str]
     engine: Replica
 
     def joined(self) -> None:
@@ -110,15 +109,25 @@ class TrainedWorker(Worker):
         self.engine.wake()
         self.record_memory()
 
-    @register(dispatch=GATHERED)
-    def save(self, folder: str) -> None:
-        """Write the training state into an existing folder."""
-        state = self.engine.state()
-        if self.context.rank == 0:
-            torch.save(state, Path(folder) / self.state_file)
+    def files(self) -> dict[str, TensorFile]:
+        """What it has in a checkpoint, by path in there."""
+        return dict(zip((self.weights_file, self.optimizer_file), self.engine.files(), strict=True))
+
+    @property
+    def restored_file(self) -> str:
+        """The file with the weights that are trained."""
+        return self.weights_file
+
+    def scalars(self) -> dict[str, Any]:
+        return {"optimizer_step": self.engine.step}
+
+    @property
+    def copying(self) -> Copying:
+        return self.engine.copying
 
     @register(dispatch="all", mutates=True)
-    def restore(self, folder: str) -> None:
-        """Take up the training state of a checkpoint. Raises what torch raises for a file that does not fit."""
-        self.engine.load_state(torch.load(Path(folder) / self.state_file, weights_only=True))
+    def restore(self, folder: str, saved: dict[str, Any]) -> None:
+        """Take up the training state of a checkpoint, also one of other ranks; `saved` is what `save` returned. Raises what `load_files`
+        raises for files that do not fit."""
+        self.engine.load_files(Path(folder) / self.restored_file, Path(folder) / self.optimizer_file, int(saved["optimizer_step"]))
         self.engine.check_replicas()

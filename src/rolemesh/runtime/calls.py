@@ -3,20 +3,87 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rolemesh.errors import RolemeshError, WorkerDied, WorkerError
 from rolemesh.observe import Metrics, Span
-from rolemesh.protocols.backend import Failure, Pending, Process, Reply, Report
+from rolemesh.protocols.backend import Failure, Process, Reply, Report
 from rolemesh.runtime.dispatch import Answer
 from rolemesh.runtime.stored import Stored
 from rolemesh.runtime.worker import Settled
 
 T = TypeVar("T")
-Called = Mapping[int, Pending]
-"""The calls under way, by rank."""
+
+
+class Called:
+    """A call under way on some ranks. Whoever awaits it is woken once, by the last answer or by the first failure."""
+
+    def __init__(self, processes: Mapping[int, Process]) -> None:
+        self.processes = processes
+        """Of the ranks that are called, in rank order."""
+        self.blocks: dict[int, tuple[Any, Any]] = {}
+        """What each will have written."""
+        self.answers: dict[int, Reply | Exception] = {}
+        """As `failed`, it changes on the controller's loop alone, between its steps."""
+        self.failed = False
+        self._loop = asyncio.get_running_loop()
+        self._arrived: list[tuple[int, Reply | Exception]] = []
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def answer(self, rank: int, answer: Reply | Exception) -> None:
+        """On any thread: what came of it on a rank."""
+        self._arrived.append((rank, answer))
+        if failed(answer) or len(self._arrived) == len(self.processes):
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting.clear()
+
+    def _look(self) -> None:
+        """Take up what has arrived."""
+        for rank, answer in self._arrived[len(self.answers) :]:
+            self.answers[rank] = answer
+            self.failed = self.failed or failed(answer)
+
+    @property
+    def late(self) -> int:
+        """How many ranks have not answered."""
+        return len(self.processes) - len(self.answers)
+
+    def late_ranks(self) -> list[int]:
+        return [rank for rank in self.processes if rank not in self.answers]
+
+    async def settled(self) -> None:
+        """Until all have answered, or one has failed."""
+        self._look()
+        while self.late and not self.failed:
+            await self._turn()
+
+    async def over(self) -> None:
+        """Until all have answered."""
+        self._look()
+        while self.late:
+            await self._turn()
+
+    async def _turn(self) -> None:
+        self._waiting.append(self._loop.create_future())
+        try:
+            await self._waiting[-1]
+        finally:  # also when the time is over
+            self._look()
+
+    def replies(self) -> dict[int, Reply] | None:
+        """By rank; None when not all are in or one has failed."""
+        if self.late or self.failed:
+            return None
+        return {rank: answer for rank in self.processes if isinstance(answer := self.answers[rank], Reply)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,46 +111,26 @@ class CallRecord:
         return spans
 
 
-def answer_of(rank: int, reply: Reply, pending: Pending, registered: Settled) -> Answer:
-    value = (reply.value, Stored(pending.blocks[1])) if registered.stores else reply.value
-    written = [(ref, meta) for ref, meta in zip(pending.blocks, reply.metas, strict=True) if meta is not None]
+def answer_of(rank: int, reply: Reply, blocks: tuple[Any, Any], registered: Settled) -> Answer:
+    value = (reply.value, Stored(blocks[1])) if registered.stores else reply.value
+    written = [(ref, meta) for ref, meta in zip(blocks, reply.metas, strict=True) if meta is not None]
     return Answer(rank, value, written)
 
 
-def failed(reply: asyncio.Future[Reply]) -> bool:
-    return reply.cancelled() or reply.exception() is not None or reply.result().failure is not None
-
-
-async def all_well(replies: Sequence[asyncio.Future[Reply]]) -> bool:
-    """Wait for all, or for the first that failed. Unlike `asyncio.wait` this wakes up once, and looks at the exceptions of calls that
-    nobody waits for any more, which asyncio would report as lost."""
-    left, over = len(replies), asyncio.get_running_loop().create_future()
-
-    def look(reply: asyncio.Future[Reply]) -> None:
-        nonlocal left
-        left -= 1
-        well = not failed(reply)
-        if not (well and left) and not over.done():
-            over.set_result(well)
-
-    for reply in replies:
-        reply.add_done_callback(look)
-    return not replies or bool(await over)
+def failed(answer: Reply | Exception) -> bool:
+    return not isinstance(answer, Reply) or answer.failure is not None
 
 
 def first_cause(called: Called, group: str, method: str) -> RolemeshError:
     """A death comes before an exception (which may only be its echo in a collective); of exceptions the earliest counts."""
     failures: list[tuple[float, RolemeshError]] = []
-    for rank, pending in called.items():
-        if not pending.reply.done():
-            continue
-        error = pending.reply.exception()
-        if isinstance(error, RolemeshError):
-            failures.append((0.0, named(error, group, rank, method)))
-        elif error is not None:
-            raise error
-        elif (failure := pending.reply.result().failure) is not None:
-            failures.append((failure.at, _worker_error(pending.process, failure, group, rank, method)))
+    for rank, answer in sorted(called.answers.items()):
+        if isinstance(answer, RolemeshError):
+            failures.append((0.0, named(answer, group, rank, method)))
+        elif isinstance(answer, Exception):
+            raise answer
+        elif answer.failure is not None:
+            failures.append((answer.failure.at, _worker_error(called.processes[rank], answer.failure, group, rank, method)))
     return min(failures, key=lambda found: (not isinstance(found[1], WorkerDied), found[0]))[1]
 
 

@@ -75,19 +75,23 @@ class _Outlook:
     # -- naming the ring ------------------------------------------------------------------------------------------------------
 
     def ring(self, start: str) -> list[str]:
-        """The shortest way from `start` over those it waits for back to itself, one sentence each."""
+        """The shortest way from `start` over those it waits for back to itself, one sentence each. That it holds a part itself is said
+        where no way goes over others."""
         ways: deque[tuple[str, list[str]]] = deque([(start, [])])
         seen: set[str] = set()
         told: list[str] = []
+        alone: list[str] = []
         while ways:
             who, told = ways.popleft()
             for other, sentence in self._blockers(who):
-                if other == start:
+                if who == other == start:
+                    alone = [sentence]
+                elif other == start:
                     return [*told, sentence]
-                if other not in seen:
+                elif other not in seen:
                     seen.add(other)
                     ways.append((other, [*told, sentence]))
-        return told  # those it waits for wait for each other
+        return told or alone  # those it waits for wait for each other, or nobody else is in the way
 
     def _blockers(self, who: str) -> Iterator[tuple[str, str]]:
         """Whom somebody waits for who waits as well, and how."""

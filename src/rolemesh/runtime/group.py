@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.calls import Called, CallRecord, all_well, answer_of, failed, first_cause, named, tell, together
+from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together
 from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
@@ -85,6 +85,7 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         if self.journal is not None:
             self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
+        self._check_places()
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -94,6 +95,14 @@ class WorkerGroup:
                 ", ".join(taken),
                 "Rename them",
             )
+
+    def _check_places(self) -> None:
+        """Two ranks in one place would be one worker."""
+        there, unit = len(self.pool.bundles), self.tensor_parallel
+        wanted, known = list(self.bundles), set(range(there))
+        if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= known or unit < 1 or len(wanted) % unit:
+            need = f"some of the places 0 to {there - 1} of pool {self.pool.name}, each once, in whole tensor-parallel groups of {unit}"
+            raise ConfigError.one(f"group {self.name}", need, f"bundles {wanted}", "Give one place for each rank")
 
     # -- create, init ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +133,12 @@ class WorkerGroup:
             self.pool.move_in(bundle, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
-        process = await self.pool.process(self.bundles[rank], deadline)
+        try:
+            await self._make(rank, await self.pool.process(self.bundles[rank], deadline), deadline)
+        except WorkerError as error:
+            raise named(error, self.name, rank, "__init__") from error.__cause__
+
+    async def _make(self, rank: int, process: Process, deadline: float) -> None:
         context = self._context(rank, process)
         make = make_of(self.worker_class, context, self.worker_kwargs)
         found = self.pool.resident(self.bundles[rank], self.name)
@@ -134,10 +148,7 @@ class WorkerGroup:
         spec = WorkerSpec(
             group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
         )
-        try:
-            await self.pool.backend.add_worker(process, spec, deadline)
-        except WorkerError as error:
-            raise named(error, self.name, rank, "__init__") from error.__cause__
+        await self.pool.backend.add_worker(process, spec, deadline)
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         there = self.pool.bundles
@@ -207,14 +218,19 @@ class WorkerGroup:
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_") or method not in self._methods:
-            known = ", ".join(sorted(self._methods)) if not method.startswith("_") else ""
-            raise AttributeError(f"group {self.name!r} has no registered method {method!r}; it has {known}")
+        if method.startswith("_"):
+            raise AttributeError(method)
+        self._registered(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await self.call(method, *args, **kwargs)
 
         return call
+
+    def _registered(self, method: str) -> Settled:
+        if method not in self._methods:
+            raise AttributeError(f"group {self.name!r} has no registered method {method!r}; it has {', '.join(sorted(self._methods))}")
+        return self._methods[method]
 
     async def call(
         self,
@@ -233,25 +249,29 @@ class WorkerGroup:
         10 s to come back, and the first cause is raised. Raises WorkerError, WorkerDied, DeadlineExceeded naming the ranks that did
         not answer and what they were doing, NotJoined, or BatchError for arguments that do not fit.
         """
-        registered = self._methods[method]
+        registered = self._registered(method)
         batch, rest = (args[0], args[1:]) if args and isinstance(args[0], BatchRef) else (None, args)
         chosen = self._chosen(ranks, method, batch)
         topology = Topology(world_size=len(chosen), tensor_parallel=self.tensor_parallel)
         request = Request(method=method, batch=batch, args=rest, kwargs=kwargs, reads=registered.reads)
-        split = zip(chosen, registered.dispatch.split(topology, request), strict=True)
-        shares = {rank: share for rank, share in split if share is not None}
+        split = registered.dispatch.split(topology, request)
+        if len(split) != len(chosen):
+            must = f"its dispatch {registered.dispatch.name!r} must return a share, or None, for each of {len(chosen)} ranks"
+            raise BatchError(f"{self.name}.{method}(): {must}, got {len(split)}")
+        shares = {rank: share for rank, share in zip(chosen, split, strict=True) if share is not None}
         if self._communicates and not self._joined and len(shares) == self.world_size and method not in LIFE:
             raise NotJoined(group=self.name, method=method)
         started = self.pool.backend.time()
         identity = call_id or uuid.uuid4().hex
         distinct = {id(share): share for share in shares.values()}  # ranks may share one
         calls = {key: self._call_of(share, registered, method, identity) for key, share in distinct.items()}
-        submit = self.pool.backend.call
-        called = {rank: submit(self._process(rank), *calls[id(share)]) for rank, share in shares.items()}
+        called, submit = Called({rank: self._process(rank) for rank in shares}), self.pool.backend.call
+        for rank, process in called.processes.items():
+            called.blocks[rank] = submit(process, *calls[id(shares[rank])], partial(called.answer, rank))
         replies = await self._gather(called, method, self.deadlines.call if deadline is None else deadline)
         self._record(identity, method, started, called, replies)
         place = {rank: place for place, rank in enumerate(chosen)}
-        answers = [answer_of(place[rank], reply, called[rank], registered) for rank, reply in replies.items()]
+        answers = [answer_of(place[rank], reply, called.blocks[rank], registered) for rank, reply in replies.items()]
         return registered.dispatch.collect(topology, request, answers)
 
     def _chosen(self, ranks: Sequence[int] | None, method: str, batch: BatchRef | None) -> list[int]:
@@ -291,7 +311,7 @@ class WorkerGroup:
             started=started,
             ended=self.pool.backend.time(),
             replies=tuple(replies.values()),
-            processes=tuple(pending.process.spec.name for pending in called.values()),
+            processes=tuple([process.spec.name for process in called.processes.values()]),
             metrics=metrics,
         )
         self.observer(record)
@@ -302,24 +322,22 @@ class WorkerGroup:
         """The replies by rank. Ranks left waiting by a failure, a death or the deadline are freed before it is raised."""
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline):
-                if await all_well([pending.reply for pending in called.values()]):
-                    return {rank: pending.reply.result() for rank, pending in called.items()}
-        late = {rank: pending.reply for rank, pending in called.items() if not pending.reply.done()}
-        if any(failed(pending.reply) for rank, pending in called.items() if rank not in late):
-            await self._unwind(late.values())
-            raise first_cause(called, self.name, method)
-        if late:
-            error = await self._expired(list(late), method, deadline)
-            await self._unwind(late.values())
-            raise error
-        return {rank: pending.reply.result() for rank, pending in called.items()}
+                await called.settled()
+        if (replies := called.replies()) is not None:
+            return replies
+        late = [] if called.failed else called.late_ranks()
+        expired = await self._expired(late, method, deadline) if late else None
+        await self._unwind(called)
+        raise expired or first_cause(called, self.name, method)
 
-    async def _unwind(self, waiting: Collection[asyncio.Future[Reply]]) -> None:
+    async def _unwind(self, called: Called) -> None:
         """Free the ranks that may hang in a collective with one that failed or is late, and wait for them."""
-        if not waiting:
+        if not called.late:
             return
         cutting = asyncio.ensure_future(self.abort())  # beside the wait: a stopped process does not answer
-        await asyncio.wait(waiting, timeout=UNWIND_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNWIND_SECONDS):
+                await called.over()
         await cutting
 
     async def _control(self, rank: int, request: str, **kwargs: Any) -> Any:

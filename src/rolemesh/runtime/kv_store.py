@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from math import inf
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -49,7 +50,7 @@ PAUSES: Final = (0.05, 1.0)
 TOMBSTONE_SECONDS: Final = 120.0
 """How long the deletion of somebody else's key is remembered, in case the store restarts before the other client has heard of it."""
 VALUE_BYTES: Final = 65_536
-"""Of all texts, byte strings and keys, and 8 for everything else."""
+"""Of all texts, byte strings and keys, the entry's own too, and 8 for everything else."""
 PLAIN: Final = "made of None, bool, int, float, str, bytes, list, tuple and dict with keys of str"
 
 
@@ -190,7 +191,10 @@ class KvStore:
         self._keep_facts()
 
     async def lease(self, seconds: float) -> KvLease:
-        """A promise to be there: keys put with it go away when this client does not keep it for `seconds`. It is kept by itself."""
+        """A promise to be there: keys put with it go away when this client does not keep it for `seconds`. It is kept by itself. Raises
+        ValueError for a time that is none."""
+        if not 0 < seconds < inf:
+            raise ValueError(f"a lease must last for some seconds, above 0, got {seconds}")
         identity = uuid.uuid4().hex
         await self._ask("lease", lease=identity, seconds=seconds)
         lease = self._leases[identity] = KvLease(self, identity, seconds)
@@ -259,7 +263,9 @@ class KvStore:
 
     # -- asking ---------------------------------------------------------------------------------------------------------------
 
-    def _request(self, do: Operation, **fields: Any) -> StoreRequest:
+    def _request(self, do: Operation, *, key: str = "", **fields: Any) -> StoreRequest:
+        if not isinstance(key, str):  # among the others it would break the store for everybody
+            raise TypeError(f"{self.owner}: a key of the store must be a str, got {key!r}")
         told: dict[str, Any] = {"group": self.group, "generation": self.generation} | fields
         return StoreRequest(
             do=do,
@@ -268,6 +274,7 @@ class KvStore:
             owner=self.owner,
             incarnation=self._incarnation,
             namespace=self.namespace,
+            key=key,
             **told,
         )
 
@@ -411,7 +418,7 @@ def _instead(look: Look) -> str:
 def check_plain(key: str, value: Any) -> None:
     """Raises ValueRefused naming the part of the value that is not plain, or the size of one that is too large."""
     size = 0
-    parts = [("the value", value)]
+    parts = [("the value", value), ("the key", key)]
     while parts:
         where, part = parts.pop()
         if part is None or type(part) in (bool, int, float):

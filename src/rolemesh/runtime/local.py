@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import local_inventory
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.host import ProcessHost
 from rolemesh.runtime.kv_server import KvServer
@@ -102,12 +102,14 @@ class LocalBackend:
         pass  # there is nobody to ask
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
-        taken = sum(bundle.cpus for pool in self._pools.values() for bundle in pool)
+        if name in self._pools:
+            raise taken(name)
+        used = sum(bundle.cpus for pool in self._pools.values() for bundle in pool)
         for index, node in enumerate(nodes):
             wanted = sum(bundle.cpus for bundle in bundles if bundle.node == index)
-            if wanted > node.cpus - taken:
+            if wanted > node.cpus - used:
                 raise ResourceError.one(
-                    f"pool {name}, node {node.name}", f"CPU: needs {wanted:g}", f"free {node.cpus - taken:g} of {node.cpus:g}",
+                    f"pool {name}, node {node.name}", f"CPU: needs {wanted:g}", f"free {node.cpus - used:g} of {node.cpus:g}",
                     "Lower pools.<name>.nodes or pools.<name>.cpus",
                 )  # fmt: skip
         self._pools[name] = tuple(bundles)
@@ -135,18 +137,15 @@ class LocalBackend:
                 original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
             ) from failure.error  # fmt: skip
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        written: tuple[Any, Any] = (None, None)
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         try:
             self._check_alive(process)
         except WorkerDied as error:
-            future.set_exception(error)
-        else:
-            reply, (numbers, others) = process.handle.execute(call, [block.value for block in blocks])
-            written = Held(numbers), Held(others)
-            future.set_result(reply)
-        return Pending(process=process, call=call, reply=future, blocks=written)
+            answered(error)
+            return None, None
+        reply, (numbers, others) = process.handle.execute(call, [block.value for block in blocks])
+        answered(reply)
+        return Held(numbers), Held(others)
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         self._check_alive(process)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -56,8 +57,12 @@ class Pool:
     async def of_slots(cls, backend: Backend, name: str, slots: Sequence[int], *, cpus: float = 1.0, gpus: int = 0) -> Self:
         """A pool of `slots[i]` places on the i-th node of the backend's inventory, created at once.
 
-        Raises ResourceError when there are fewer nodes than entries.
+        Raises ResourceError when there are fewer nodes than entries, for no places, and for places of nothing.
         """
+        if min(slots, default=0) < 0 or sum(slots) < 1:
+            raise ResourceError.one(f"pool {name}", "at least one place", f"slots {list(slots)}", "Give for example [2]")
+        if not (0 <= cpus < inf and gpus >= 0 and cpus + gpus > 0):
+            raise ResourceError.one(f"pool {name}", "places of some CPUs or GPUs each", f"cpus={cpus:g}, gpus={gpus}", "Give cpus=1")
         nodes = (await backend.inventory()).nodes
         if len(slots) > len(nodes):
             raise ResourceError.one(f"pool {name}", f"{len(slots)} nodes", str(len(nodes)), "Give fewer entries or add nodes")

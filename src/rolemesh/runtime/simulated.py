@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, Report, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, Report, WorkerSpec, taken
 from rolemesh.runtime.faults import Faults
 from rolemesh.runtime.host import Answered, ProcessHost
 from rolemesh.runtime.local import Held, LocalBackend
@@ -44,9 +44,8 @@ class _Process:
 class _Work:
     """A call in a queue, with what it will answer."""
 
-    def __init__(self, call: Call, blocks: Sequence[Any]) -> None:
-        self.call, self.blocks = call, blocks
-        self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    def __init__(self, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> None:
+        self.call, self.blocks, self.answered = call, blocks, answered
         self.written = Held(None), Held(None)
 
 
@@ -102,11 +101,13 @@ class SimulatedBackend(LocalBackend):
         return Inventory(nodes=tuple(nodes), origin="simulation")
 
     def _free(self, node: NodeInfo) -> tuple[float, float]:
-        taken = [shares.get(node.name, (0.0, 0)) for shares in self._reserved.values()]
-        return node.cpus - sum(cpus for cpus, _ in taken), node.gpus - sum(gpus for _, gpus in taken)
+        used = [shares.get(node.name, (0.0, 0)) for shares in self._reserved.values()]
+        return node.cpus - sum(cpus for cpus, _ in used), node.gpus - sum(gpus for _, gpus in used)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         """Waits until others give back what it needs, as on a cluster."""
+        if name in self._pools:
+            raise taken(name)
         wanted = _wanted(bundles, nodes)
         ends = self.time() + deadline
         while problems := self._shortage(name, wanted):
@@ -163,8 +164,7 @@ class SimulatedBackend(LocalBackend):
         if ended.running is not None:
             ended.running.cancel()
         for work in ended.queue:
-            if not work.reply.done():
-                work.reply.set_exception(_died(process, how))
+            work.answered(_died(process, how))
 
     async def close(self) -> None:
         for process in self._running.values():
@@ -176,22 +176,21 @@ class SimulatedBackend(LocalBackend):
 
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
-        work = _Work(call, blocks)
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
+        work = _Work(call, blocks, answered)
         if self._hosts.get(process.spec.name) is not process.handle:
-            work.reply.set_exception(_died(process, "is gone"))
+            answered(_died(process, "is gone"))
         else:
             running = self._running[process.spec.name]
             running.queue.append(work)
             if running.running is None:
                 running.running = asyncio.ensure_future(self._compute(process, running))
-        return Pending(process=process, call=call, reply=work.reply, blocks=work.written)
+        return work.written
 
     async def _compute(self, process: Process, running: _Process) -> None:
         """The compute thread: one call at a time, in the order in which they came."""
         while running.alive and running.queue:
             await self._work(process, running, running.queue[0])
-            running.queue.popleft()
         running.running = None
 
     async def _work(self, process: Process, running: _Process, work: _Work) -> None:
@@ -213,8 +212,9 @@ class SimulatedBackend(LocalBackend):
         reply, (numbers, others) = _since(began, running.host.execute(call, [block.value for block in work.blocks]))
         work.written[0].value, work.written[1].value = numbers, others
         running.call, running.since = "", self.time()
-        if fault != "lost_reply" and not work.reply.done():
-            work.reply.set_result(reply)
+        running.queue.popleft()
+        if fault != "lost_reply":
+            work.answered(reply)
 
     def _seconds(self, call: Call, rank: int, nth: int) -> float:
         duration = self._durations.get(f"{call.group}.{call.method}", self._durations.get(call.method, 0.0))

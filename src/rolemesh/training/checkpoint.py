@@ -1,18 +1,21 @@
-"""Checkpoints: `checkpoints/step-N/` with the state of actor, critic and ref, a Hugging Face folder (`model/`) and `state.json`.
+"""Checkpoints on disk: `checkpoints/step-N/` with a Hugging Face folder of the policy (`model/`), files of the other state, and
+`state.json`, which lists them all. `saving.py` makes and restores them.
 
 A checkpoint is written into a hidden folder, synced and renamed, so that one with its name is complete; `state.json` is its marker. The
-newest complete one is used, and those that were skipped are named.
+newest complete one is used, and those that were skipped are named. Whatever is decided is read from the disk, never remembered.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rolemesh import __version__
 from rolemesh.config.schema import Config
@@ -20,65 +23,85 @@ from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.observe import RunDirectory, write_json
 from rolemesh.observe.files import sync_directory
-from rolemesh.roles import worker_class
-from rolemesh.runtime import together
-
-if TYPE_CHECKING:
-    from rolemesh.training.run import TrainingRun
 
 STATE: Final = "state.json"
-FORMAT: Final = 2
+FORMAT: Final = 3
+MODEL: Final = "model"
+"""The folder of the policy, which transformers loads."""
 _NAME: Final = re.compile(r"step-\d+")
+_PARTIAL: Final = ".partial"
 
 
-async def save(run: TrainingRun) -> Path:
-    """Write a checkpoint of the current step and drop all but the newest `trainer.keep_checkpoints`. Returns its folder."""
-    final = run.directory.checkpoint(run.progress.step)
-    if final in complete(run.directory):
-        return final  # the state of a step is saved once; nothing has changed since
-    fresh = final.parent / f".{final.name}.partial"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    await together(run.session.groups[role].save(str(fresh.resolve())) for role in _roles_of(run))
-    progress, prompts = run.progress.to_json(), run.prompts.state()
-    state = {"format": FORMAT, "rolemesh": __version__, "progress": progress, "prompts": prompts, "files": _sizes(fresh)}
-    write_json(fresh / STATE, state)
-    _sync(fresh)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(fresh, final)
+def new_folder(directory: RunDirectory, step: int) -> Path:
+    """An empty folder to write the checkpoint of a step into, with a name that no save had before: a worker that still writes for a
+    controller before this one does not meet it. Raises OSError."""
+    folder = directory.checkpoints / f".step-{step}.{secrets.token_hex(4)}{_PARTIAL}"
+    folder.mkdir()
+    return folder
+
+
+def publish(folder: Path, final: Path, state: dict[str, Any]) -> int:
+    """Make a checkpoint out of a folder in which every file is written and synced; `state` is what `state.json` says beside their sizes.
+    Returns the bytes. Raises OSError."""
+    sizes = _sizes(folder)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")}
+    write_json(folder / STATE, {"format": FORMAT, "versions": {"rolemesh": __version__, **versions}, **state, "files": sizes})
+    for inner in sorted({path.parent for path in folder.rglob("*")}):
+        sync_directory(inner)
+    remove(final)
+    os.rename(folder, final)
     sync_directory(final.parent)
-    for old in complete(run.directory)[: -run.config.trainer.keep_checkpoints]:
-        shutil.rmtree(old)
-    return final
+    return sum(sizes.values())
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, if it is there: first its name, so that nobody takes for one what a crash leaves of it. Raises OSError."""
+    if folder.is_dir():
+        gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_PARTIAL}")
+        os.rename(folder, gone)
+        shutil.rmtree(gone)
+
+
+def retain(directory: RunDirectory, keep: int) -> None:
+    """Remove all but the newest complete checkpoints. Raises OSError."""
+    for old in complete(directory)[:-keep]:
+        remove(old)
+
+
+def clean(directory: RunDirectory) -> list[str]:
+    """Remove what saves and removals that were cut short have left, and return the names. Only while nothing is saved."""
+    left = sorted(path for path in directory.checkpoints.glob(f".*{_PARTIAL}") if path.is_dir())
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in left]
 
 
 def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Config) -> None:
     """Raise ConfigError when the checkpoint cannot give every role of the resumed run its state: roles or an algorithm were added, or
     the reference, which is read from the model's own folder, would be another."""
     warm, problems = bool(state["progress"].get("warm_started")), []
-    for role in _roles_with_state(after.roles, warm_started=warm):
-        file = getattr(worker_class(role, after), "state_file", None)  # a worker of another make keeps its state as it likes
-        if file is not None and not (folder / file).is_file():
-            remedy = f"Train on in a new run, with model.path={folder / 'model'} and sft=null"
-            need = f"the checkpoint must hold {file}"
-            problems.append(Problem(subject=f"roles.{role}", need=need, free=f"none in {folder}", remedy=remedy))
+    for role in roles_with_state(after.roles, warm_started=warm):
+        if role not in state["roles"]:
+            remedy = f"Train on in a new run, with model.path={folder / MODEL} and sft=null"
+            found = f"only {', '.join(state['roles'])} in {folder}"
+            problems.append(Problem(subject=f"roles.{role}", need="the checkpoint must hold its state", free=found, remedy=remedy))
     if REF in after.roles and not warm and before.model.path != after.model.path:
         need = "must stay as it was: the reference is read from there"
         problems.append(Problem(subject="model.path", need=need, free=after.model.path, remedy=f"Set model.path={before.model.path}"))
+    if before.model.lora != after.model.lora or (after.model.lora and before.model.path != after.model.path):
+        was = before.model.model_dump(include={"path", "lora"})
+        need = "model.path and model.lora must stay as they were: the checkpoint holds an adapter, or none, of that model"
+        remedy = f"Train on in a new run, with model.path={folder / MODEL}"
+        problems.append(Problem(subject="model.lora", need=need, free=f"{was} before", remedy=remedy))
+    if REF in after.roles and warm and before.ref_is_actor != after.ref_is_actor:
+        need = "must stay in the actor's pool or apart from it: the checkpoint holds its adapter or its whole weights"
+        found, remedy = after.roles[REF].pool, "Leave roles and pools as they were"
+        problems.append(Problem(subject="roles.ref.pool", need=need, free=found, remedy=remedy))
     if problems:
         raise ConfigError(problems=problems)
 
 
-async def restore(run: TrainingRun, folder: Path) -> None:
-    """Give the roles the state back that `save` wrote; the run's own progress must be restored already."""
-    await together(run.session.groups[role].restore(str(folder.resolve())) for role in _roles_of(run))
-
-
-def _roles_of(run: TrainingRun) -> list[str]:
-    return _roles_with_state(run.session.groups, warm_started=run.progress.warm_started)
-
-
-def _roles_with_state(roles: Collection[str], *, warm_started: bool) -> list[str]:
+def roles_with_state(roles: Collection[str], *, warm_started: bool) -> list[str]:
     """Those that `state.json` alone does not bring back. A reference is what its model folder says, unless it came out of a warm start."""
     return [role for role in (ACTOR, CRITIC, *((REF,) if warm_started else ())) if role in roles]
 
@@ -122,22 +145,16 @@ def read_state(folder: Path) -> dict[str, Any]:
     """`state.json` of a complete checkpoint. Raises ConfigError for one of another format, and for one that lacks something."""
     state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
-        raise ConfigError.one(
-            "--resume", f"checkpoint format {FORMAT}", f"{state.get('format')} (written by rolemesh {state.get('rolemesh')}) in {folder}"
-        )
-    lacking = [name for name in ("progress", "prompts") if not isinstance(state.get(name), dict)]
+        writer = state.get("rolemesh") or state.get("versions", {}).get("rolemesh")
+        found = f"format {state.get('format')} in {folder}, written by rolemesh {writer}"
+        remedy = f"Resume with that version, or train on in a new run from {folder / MODEL}"
+        raise ConfigError.one("--resume", f"checkpoints must be of format {FORMAT}", found, remedy)
+    lacking = [name for name in ("progress", "prompts", "roles") if not isinstance(state.get(name), dict)]
     if lacking:
         remedy = "Remove this folder to go on from the checkpoint before it"
-        raise ConfigError.one("--resume", f"{folder / STATE} must hold progress and prompts", f"no {', '.join(lacking)}", remedy)
+        raise ConfigError.one("--resume", f"{folder / STATE} must hold progress, prompts and roles", f"no {', '.join(lacking)}", remedy)
     return state
 
 
 def _step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

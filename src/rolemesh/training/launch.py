@@ -23,11 +23,13 @@ from rolemesh.errors import ConfigError, ResourceError, RolemeshError, RunStoppe
 from rolemesh.observe import Journal, RunDirectory, read_journal, read_json_lines, write_json, write_text
 from rolemesh.plan import Inventory, Plan, held_as_free, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
+from rolemesh.runtime.janitor import is_watched
 from rolemesh.training import checkpoint as checkpoints
-from rolemesh.training import phases, settings, watch
+from rolemesh.training import phases, saving, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
-from rolemesh.training.preflight import Checked, Prepared, check
+from rolemesh.training.pools import TakenOver, taken_over
+from rolemesh.training.preflight import Checked, Prepared, Site, check
 from rolemesh.training.recorder import Display, Recorder
 from rolemesh.training.run import Progress, TrainingRun
 from rolemesh.training.session import Session
@@ -58,15 +60,20 @@ def own_inventory(config: Config) -> Inventory | None:
 
 
 async def ready(checked: Checked, backend: Backend, inventory: Inventory | None, run: str, tell: Callable[[Wait], None]) -> Prepared:
-    """What was checked, with a plan: for that inventory, or for the cluster that the backend has joined, where the run may use what it has
-    from an earlier driver. Raises ResourceError."""
+    """What was checked, with a plan; see `planned`."""
+    return checked.with_plan(await planned(checked.site, backend, inventory, run, tell))
+
+
+async def planned(site: Site, backend: Backend, inventory: Inventory | None, run: str, tell: Callable[[Wait], None]) -> Plan:
+    """The plan for that inventory, or for the cluster that the backend has joined, where the run may use what it has from an earlier
+    driver. Raises ResourceError."""
     if inventory is not None:
-        return checked.with_plan(checked.plan_for(inventory))
+        return site.plan_for(inventory)
 
     def plan(found: Inventory) -> Plan:
-        return checked.plan_for(held_as_free(found, run))
+        return site.plan_for(held_as_free(found, run))
 
-    return checked.with_plan(await admitted(checked.placed, backend, plan, tell))
+    return await admitted(site.config, backend, plan, tell)
 
 
 def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
@@ -120,16 +127,28 @@ class Checkpoint:
 def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None, loop: Loop = train) -> dict[str, Any]:
     """Train to the end, by a loop of your own if you give one, and return the summary. Raises what the run raises, and KeyboardInterrupt
     after an interrupt (the state of all complete steps is saved then); whatever was started is freed before. A run that is to be resumed
-    is not touched before everything about it was checked."""
+    is not touched before everything about it was checked; only processes that an earlier driver has left are taken over before, if its
+    options are what they were."""
     inventory = own_inventory(config)
-    checked = check(config, inventory, warm_start=resume is None)
+    standing = resume is not None and _stands(resume, config)
+    checked = None if standing else check(config, inventory, warm_start=resume is None)
     with run_directory(config, resume) as directory:
-        checkpoint = _find_checkpoint(directory, checked) if resume is not None else None
+        checkpoint = _find_checkpoint(directory, checked) if resume is not None and checked is not None else None
         backend = backend_for(config, inventory, directory.name)
 
+        def tell(wait: Wait) -> None:
+            tell_wait(directory, config, display, wait)
+
         async def main() -> dict[str, Any]:
-            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
-            return await _train(prepared, directory, backend, display, checkpoint, loop)
+            if checked is not None:
+                prepared = await ready(checked, backend, inventory, directory.name, tell)
+                return await _train(prepared, directory, backend, display, checkpoint, loop)
+            plan = await planned(Site.of(config), backend, inventory, directory.name, tell)
+            async with taken_over(config, plan, backend, directory, display.phase) as taken:
+                with _handling(signal.default_int_handler):  # nobody else is waited for meanwhile
+                    late = check(config, inventory, warm_start=False)
+                    found = _find_checkpoint(directory, late)
+            return await _train(late.with_plan(plan), directory, backend, display, found, loop, taken)
 
         summary = run_on(backend, main())
     if summary["state"] == "interrupted":
@@ -162,6 +181,11 @@ def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: W
     directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
 
 
+def _stands(run: RunDirectory, config: Config) -> bool:
+    """Whether processes of a run, with the options that it is to go on with, may wait on this machine for their next driver."""
+    return config.cluster.detached and is_watched(run.name) and load_config(str(run.config)) == config
+
+
 def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
     """The newest complete checkpoint, checked against the config. Raises ConfigError."""
     folder, skipped = checkpoints.newest(directory)
@@ -183,10 +207,16 @@ def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
 
 
 async def _train(
-    prepared: Prepared, directory: RunDirectory, backend: Backend, display: Display, checkpoint: Checkpoint | None, loop: Loop
+    prepared: Prepared,
+    directory: RunDirectory,
+    backend: Backend,
+    display: Display,
+    checkpoint: Checkpoint | None,
+    loop: Loop,
+    taken: TakenOver | None = None,
 ) -> dict[str, Any]:
     began = time.time()
-    async with open_run(prepared, directory, backend, display, checkpoint=checkpoint) as run:
+    async with open_run(prepared, directory, backend, display, checkpoint=checkpoint, taken=taken) as run:
         _stop_at_step_end_on_signals(run)
         display.start(run.config.trainer.steps, run.progress.step, read_json_lines(directory.metrics))
         display.note(f"run {directory.name} in {directory.path}")
@@ -197,9 +227,11 @@ async def _train(
         except RunStopped:
             run.prompts.load_state(run.cursor)  # the step that was given up is drawn again after a resume
             await phases.save(run)
+            await saving.finish(run)
             raise
         if run.interrupted:
             await phases.save(run)
+        await saving.end(run)
         summary = _summary(run, "interrupted" if run.interrupted else "finished", time.time() - began)
         write_json(directory.summary, summary)
         display.finish(summary)
@@ -231,12 +263,14 @@ async def open_run(
     *,
     checkpoint: Checkpoint | None = None,
     roles: Sequence[str] | None = None,
+    taken: TakenOver | None = None,
 ) -> AsyncIterator[TrainingRun]:
-    """A `TrainingRun` ready for its loop, standing at the checkpoint if there is one. Frees everything on exit."""
+    """A `TrainingRun` ready for its loop, standing at the checkpoint if there is one. Frees everything on exit, what was `taken` over
+    too."""
     config = prepared.config
     dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
     recorder = Recorder(directory, config, display)
-    journal = Journal(directory.journal)
+    journal = taken.journal if taken is not None else Journal(directory.journal)
     outcome = "failed"
     cause: Exception | None = None
     progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
@@ -244,14 +278,15 @@ async def open_run(
         if checkpoint is None:
             _write_plan(prepared, directory)
         write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
-        directory.write_status(watch.status(directory, config, progress, "starting", "starting", []))
+        workers = taken.workers if taken is not None else []
+        directory.write_status(watch.status(directory, config, progress, "starting", "starting", workers))
         for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
             recorder.note(warning)
         if joins_cluster(config):
             display.note(meeting_points(prepared.plan, config.cluster.interface))
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
-            observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal,
+            observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal, taken=taken,
         )  # fmt: skip
         async with session:
             run = TrainingRun(
@@ -261,7 +296,7 @@ async def open_run(
             )  # fmt: skip
             if checkpoint is not None:
                 await _restore(run, prepared, checkpoint, dropped)
-            async with watch.watched(run), settings.followed(run):
+            async with watch.watched(run), settings.followed(run), saving.saves_finished(run):
                 yield run
             outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:
@@ -312,7 +347,7 @@ def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
 
 async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint, dropped: int) -> None:
     """Give the roles their state back; only then does the run directory take the config of this start, if a step will be done by it."""
-    await checkpoints.restore(run, checkpoint.folder)
+    await saving.restore(run, checkpoint.folder)
     if run.progress.step < run.config.trainer.steps:
         _write_plan(prepared, run.directory)
     run.recorder.step = run.progress.step

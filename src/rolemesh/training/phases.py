@@ -14,7 +14,7 @@ from rolemesh.errors import RunStopped
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.observe import Metrics, metric_part
 from rolemesh.runtime import together
-from rolemesh.training import checkpoint, evaluation, health
+from rolemesh.training import evaluation, health, saving
 from rolemesh.training.run import StepBatch, TrainingRun
 
 
@@ -209,8 +209,7 @@ async def evaluate(run: TrainingRun) -> None:
 
 
 async def save(run: TrainingRun) -> None:
-    """Write a checkpoint; it counts only when it is complete."""
+    """Begin a checkpoint; it counts only when it is complete, beside the next steps or at the end of the run."""
     run.recorder.begin_stage("save", 1)
     async with run.session.holding("save", ACTOR, REF, CRITIC):
-        folder = await checkpoint.save(run)
-    run.recorder.saved(run.progress.step, folder)
+        await saving.begin(run)

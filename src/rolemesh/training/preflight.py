@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
+from rolemesh import models
 from rolemesh.algorithms import ALGORITHMS, check_needs
 from rolemesh.config import check_config
 from rolemesh.config.schema import Config
@@ -14,8 +15,6 @@ from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
 from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
-from rolemesh.models import check_weights, load_config, load_tokenizer
-from rolemesh.models.lora import check_lora
 from rolemesh.names import CRITIC
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import RUN_HELPERS, Inventory, Plan, VersionReport, build_plan, check_versions, impossible, with_versions
@@ -30,20 +29,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What is to be placed, and needs a plan."""
+
+    config: Config
+    """With the roles and pools alone that will be started."""
+    versions: VersionReport
+
+    @classmethod
+    def of(cls, config: Config, roles: Sequence[str] | None = None) -> Self:
+        """Of these roles of a config, or of all."""
+        return cls(config=_with_roles(config, roles), versions=check_versions(config.rollout.engine))
+
+    def plan_for(self, inventory: Inventory) -> Plan:
+        return with_versions(build_plan(self.config, inventory, helpers=RUN_HELPERS), self.versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What a run starts from once nothing is left to refuse but a place for it."""
 
     config: Config
-    placed: Config
-    """The config with the roles and pools that will be started alone."""
-    versions: VersionReport
+    site: Site
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptMixture
     eval_set: EvalSet
     sft_prompts: PromptMixture | None
-
-    def plan_for(self, inventory: Inventory) -> Plan:
-        return _plan(self.placed, inventory, self.versions)
 
     def with_plan(self, plan: Plan) -> Prepared:
         return Prepared(
@@ -67,7 +78,7 @@ class Prepared:
 def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Prepared:
     """Check everything and place it on machines that this run has to itself. Raises ConfigError or ResourceError, as `check` does."""
     checked = check(config, inventory, warm_start=warm_start, roles=roles)
-    return checked.with_plan(checked.plan_for(inventory))
+    return checked.with_plan(checked.site.plan_for(inventory))
 
 
 def check(config: Config, inventory: Inventory | None, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Checked:
@@ -76,12 +87,11 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     problems are those that no cluster can solve. `warm_start` off leaves out the data of the `sft` section, where it is not used (any
     more). `roles` names those that will be started, for evaluation or generation: what only training needs is not asked for then, nor
     is room for other roles."""
-    training, placed = roles is None, _with_roles(config, roles)
-    versions = check_versions(config.rollout.engine)
-    problems = [*check_config(config, training=training, builtins=_builtin_names()), *versions.problems]
-    readable = _collect(problems, lambda: load_config(config.model)) is not None
-    _collect(problems, lambda: check_weights(config.model))
-    tokenizer = _collect(problems, lambda: load_tokenizer(config.model)) if readable else None
+    training, site = roles is None, Site.of(config, roles)
+    problems = [*check_config(config, training=training, builtins=_builtin_names()), *site.versions.problems]
+    readable = _collect(problems, lambda: models.load_config(config.model)) is not None
+    _collect(problems, lambda: models.check_weights(config.model))
+    tokenizer = _collect(problems, lambda: models.load_tokenizer(config.model)) if readable else None
     opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
     sft_prompts = None
     if opened is not None and config.sft is not None and warm_start and training:
@@ -96,7 +106,7 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
         if CRITIC in config.roles and config.algorithm.critic_path is not None:
             _collect(problems, lambda: _check_critic_model(config, tokenizer))
         if readable:
-            _collect(problems, lambda: check_lora(config.model))
+            _collect(problems, lambda: models.check_lora(config.model))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
     _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:
@@ -105,29 +115,23 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     places = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
     unplaced: tuple[Problem, ...] = ()
     if places:
-        unplaced = impossible(placed) if inventory is None else _plan(placed, inventory, versions).problems
+        unplaced = impossible(site.config) if inventory is None else site.plan_for(inventory).problems
     if problems:
         raise ConfigError(problems=[*problems, *unplaced])
     if unplaced:
         raise ResourceError(problems=unplaced)
     assert tokenizer is not None
     assert opened is not None
-    return Checked(
-        config=config, placed=placed, versions=versions, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts
-    )
-
-
-def _plan(config: Config, inventory: Inventory, versions: VersionReport) -> Plan:
-    return with_versions(build_plan(config, inventory, helpers=RUN_HELPERS), versions)
+    return Checked(config=config, site=site, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
 
 
 def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """The critic's own model must be complete and read the policy's token ids."""
     model = config.model.model_copy(update={"path": config.algorithm.critic_path, "tokenizer": None})
     try:
-        load_config(model)
-        check_weights(model)
-        known = load_tokenizer(model).get_vocab()
+        models.load_config(model)
+        models.check_weights(model)
+        known = models.load_tokenizer(model).get_vocab()
     except ConfigError as error:
         raise ConfigError(problems=[replace(problem, subject="algorithm.critic_path") for problem in error.problems]) from error
     if tokenizer is not None and known != tokenizer.get_vocab():

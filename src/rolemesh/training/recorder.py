@@ -154,8 +154,15 @@ class Recorder:
         self.events.write("run", "eval", "evaluated", step=step, **{name.replace("/", "_"): value for name, value in values.items()})
         self.display.evaluation(step, values)
 
-    def saved(self, step: int, folder: Path) -> None:
-        self.events.write("save", str(folder), "saved", step=step)
+    def saved(self, step: int, folder: Path, values: Mapping[str, MetricValue]) -> None:
+        """A checkpoint is complete: a row of its own, maybe after those of later steps."""
+        self._write(step, values)
+        self.events.write("save", str(folder), "saved", step=step, **{name.partition("/")[2]: value for name, value in values.items()})
+
+    def save_failed(self, step: int, why: str) -> None:
+        text = f"the checkpoint of step {step} was not written; the one before it stays. {why}"
+        self.events.write("save", f"step {step}", "failed", level="warning", message=text)
+        self.display.note(text)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,10 @@ class TrainingRun:
     """Steps in a row, up to now, in which no answer has a reward."""
     warned: dict[str, int] = field(default_factory=dict)
     """Step of the last warning of each kind."""
+    saving: asyncio.Future[None] | None = None
+    """The save that goes on beside the steps; see `saving.py`."""
+    save_failure: str | None = None
+    """Why the last save has failed."""
     cursor: dict[str, Any] = field(default_factory=dict)
     """Where the prompts stood before the step under way: what a step that is given up goes back to."""
 

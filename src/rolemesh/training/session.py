@@ -11,26 +11,23 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
-from rolemesh.errors import ResourceError, StaleWeights
+from rolemesh.errors import StaleWeights
 from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.observe import Journal
 from rolemesh.plan.build import KV_STORE
-from rolemesh.plan.schema import NodeInfo, Plan, WorkerPlan
+from rolemesh.plan.schema import NodeInfo, Plan
 from rolemesh.protocols.backend import Report
 from rolemesh.roles import worker_class
-from rolemesh.runtime import Backend, Bundle, CallRecord, Deadlines, KvStore, Pool, ResourceGuard, WorkerGroup, kept_alive, together
+from rolemesh.runtime import Backend, CallRecord, Deadlines, KvStore, Pool, ResourceGuard, WorkerGroup, kept_alive, together
+from rolemesh.training.pools import Announce, TakenOver, bundle_of, planned_nodes, planned_pools, take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-SPARE = "spare"
-"""What identifies a place that no worker has."""
 LOAD_RETRIES = 1
 SLOW_SECONDS = 10.0
 """A stage of the start that takes longer says so often what its workers do."""
-Announce = Callable[[str, str, str], None]
-"""Called with (stage, subject, kind) as things happen."""
 
 
 class Session:
@@ -53,14 +50,16 @@ class Session:
         announce: Announce,
         roles: Sequence[str] | None = None,
         journal: Journal | None = None,
+        taken: TakenOver | None = None,
     ) -> None:
+        """`taken`: pools that were taken over already, under the journal's epoch."""
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
         self._announce, self._observer, self._journal = announce, observer, journal
         self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
         self._run_id = run_id
-        self._bundles = {name: _bundles(plan, name, self._roles) for name in plan.pools}
+        self._taken = taken.pools if taken is not None else {}
         self.pools: dict[str, Pool] = {}
         self.groups: dict[str, WorkerGroup] = {}
         self.guard = ResourceGuard(backend, warn=lambda text: announce("run", "guard", text))
@@ -70,13 +69,6 @@ class Session:
         self._life = AsyncExitStack()
         self._asleep: set[str] = set()
 
-    def _pool(self, name: str, nodes: Sequence[NodeInfo]) -> Pool:
-        bundles = [bundle for bundle, _ in self._bundles[name]]
-        spares = [index for index, (_, (kind, _)) in enumerate(self._bundles[name]) if kind == SPARE]
-        log_dir = self._run_dir / "logs" if self._run_dir else None
-        interface = self.config.cluster.interface
-        return Pool(self.backend, name, bundles, nodes, spares=spares, log_dir=log_dir, interface=interface)
-
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
         deadlines = self.config.deadlines
@@ -84,7 +76,7 @@ class Session:
             role,
             worker_class(role, self.config),
             self.pools[workers[0].pool],
-            [self._bundle_of(worker) for worker in workers],
+            [bundle_of(self.plan, worker, self._roles) for worker in workers],
             worker_kwargs={"config": self.config},
             deadlines=Deadlines(load=deadlines.load, join=deadlines.join, call=deadlines.call, control=deadlines.control),
             journal=self._journal,
@@ -93,10 +85,6 @@ class Session:
             store=self.kv.link,
             observer=self._observer,
         )
-
-    def _bundle_of(self, worker: WorkerPlan) -> int:
-        key = _place(worker)
-        return next(index for index, (_, place) in enumerate(self._bundles[worker.pool]) if place == key)
 
     # -- life -----------------------------------------------------------------------------------------------------------------
 
@@ -114,11 +102,11 @@ class Session:
 
     async def _create(self) -> None:
         deadline = self.config.deadlines.create
-        nodes = await self._nodes()
+        nodes = await planned_nodes(self.plan, self.backend)
         await self._open_store(nodes, deadline)
-        self.pools = {name: self._pool(name, nodes) for name, places in self._bundles.items() if places}
-        self.groups = {role: self._group(role) for role in self._roles}
+        self.pools = planned_pools(self.config, self.plan, self.backend, nodes, roles=self._roles, run_dir=self._run_dir)
         taken = await self._take_over(deadline)
+        self.groups = {role: self._group(role) for role in self._roles}
         for name, pool in self.pools.items():
             if name in taken:
                 continue
@@ -137,11 +125,9 @@ class Session:
         if self._journal is None or "detach" in self.backend.lacks:
             return set()
         await self.backend.give_back(keep=[f"{self.backend.prefix}{name}" for name in self.pools])
-        taken = {name for name, pool in self.pools.items() if await pool.attach(deadline, epoch=self._journal.epoch)}
-        for name in taken:
-            living, planned = len(self.pools[name].processes), len(self.pools[name].bundles)
-            self._announce("schedule", f"pool {name}", f"attached, {living} of {planned} processes live")
-        return taken
+        self.pools |= self._taken
+        others = {name: pool for name, pool in self.pools.items() if name not in self._taken}
+        return set(self._taken) | await take_over(others, self._journal.epoch, deadline, self._announce)
 
     async def _open_store(self, nodes: Sequence[NodeInfo], deadline: float) -> None:
         node = next((nodes[helper.node] for helper in self.plan.helpers if helper.name == KV_STORE), None)
@@ -163,21 +149,6 @@ class Session:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    async def _nodes(self) -> Sequence[NodeInfo]:
-        """The plan's nodes as the backend knows them: where the plan is not of its making, those that stand for them in their order.
-        Raises ResourceError when there are fewer, or smaller ones."""
-        inventory = await self.backend.inventory()
-        found = inventory.nodes
-        if inventory.origin == self.plan.origin:
-            return self.plan.nodes  # of which those in use are there, or a pool says that they are gone
-        for index, planned in enumerate(self.plan.nodes):
-            need, free = f"{planned.cpus:g} CPUs and {planned.gpus} GPUs", "no such node"
-            if index < len(found):
-                free = f"{found[index].cpus:g} CPUs and {found[index].gpus} GPUs on {found[index].name}"
-            if index >= len(found) or found[index].cpus < planned.cpus or found[index].gpus < planned.gpus:
-                raise ResourceError.one(f"node {planned.name}", f"planned with {need}", free, "Plan again with what is there now")
-        return found
 
     async def _init(self) -> None:
         for role in self.groups:
@@ -293,21 +264,3 @@ def _told(report: Report | BaseException, role: str) -> dict[str, Any]:
     mine = report.call.startswith(f"{role}.")
     state = report.state if mine else ("waiting" if report.call else "idle")
     return {"roles": list(report.workers), "state": state, "call": report.call, "since": report.since, "leaving": report.leaving}
-
-
-def _place(worker: WorkerPlan) -> tuple[str, int]:
-    """Workers with equal places share a process: a slot, or for a process of its own the role and rank."""
-    return ("slot", worker.slot) if worker.slot is not None else (worker.role, worker.rank)
-
-
-def _bundles(plan: Plan, pool: str, roles: Sequence[str]) -> list[tuple[Bundle, tuple[str, int]]]:
-    """The places of a pool that the roles need, each with what identifies it: slots, processes beside them, and spare slots, which are
-    held for workers that have to be replaced."""
-    workers = [worker for worker in plan.workers if worker.pool == pool and worker.role in roles]
-    workers.sort(key=lambda worker: (worker.slot is None, worker.slot or 0))
-    places: dict[tuple[str, int], Bundle] = {}
-    for place in workers:
-        places.setdefault(_place(place), Bundle(node=place.node, cpus=place.cpus, gpus=place.gpus, resources=place.resources))
-    for spare in plan.pools[pool].spares if workers else ():
-        places[SPARE, spare.index] = Bundle(node=spare.node, cpus=spare.cpus, gpus=spare.gpus, resources=spare.resources)
-    return [(bundle, place) for place, bundle in places.items()]

@@ -15,7 +15,7 @@ from rolemesh.errors import ConfigError, Problem
 from rolemesh.models import encode_prompt
 from rolemesh.observe import write_json
 from rolemesh.runtime import Backend, CallRecord
-from rolemesh.training import evaluation, phases
+from rolemesh.training import checkpoint, evaluation, phases, saving
 from rolemesh.training.admission import Wait
 from rolemesh.training.launch import backend_for, open_run, own_inventory, ready, run_directory, run_on, tell_wait
 from rolemesh.training.preflight import Checked, Prepared, check
@@ -39,7 +39,8 @@ def run_sft(config: Config, display: Display) -> Path:
             async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
                 await phases.warm_start(run)
                 await phases.save(run)
-                folder = directory.checkpoint(0) / "model"
+                await saving.end(run)
+                folder = directory.checkpoint(0) / checkpoint.MODEL
                 write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
                 return folder
 

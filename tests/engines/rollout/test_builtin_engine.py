@@ -8,7 +8,7 @@ import pytest
 import torch
 from rollout_models import FAST, GENERIC, VOCABULARY, drain, forward_logprobs, generate, make_model, make_requests, sampling
 
-from rolemesh.engines.rollout import BuiltinEngine
+from rolemesh.engines.rollout.builtin import BuiltinEngine
 from rolemesh.engines.rollout.fast import FastRunner, why_not_fast
 from rolemesh.protocols.engine import Request
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from rollout_models import VOCABULARY, drain, make_model, make_requests, sampling
 
-from rolemesh.engines.rollout import BuiltinEngine
+from rolemesh.engines.rollout.builtin import BuiltinEngine
 
 STOPS = tuple(range(0, VOCABULARY, 16))
 SETTINGS = sampling(temperature=0.9, max_new_tokens=20, stop_token_ids=STOPS)

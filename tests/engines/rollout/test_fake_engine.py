@@ -7,7 +7,7 @@ import math
 import pytest
 from rollout_models import drain, generate, sampling
 
-from rolemesh.engines.rollout import FakeEngine
+from rolemesh.engines.rollout.fake import FakeEngine
 from rolemesh.protocols.engine import Request
 
 

@@ -22,7 +22,7 @@ class Grid:
     """One of several ranks that meet in a folder. `groups` forms groups among the first, second ... so many of them."""
 
     def __init__(self, rank: int, size: int, folder: str) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.folder = rank, size, Path(folder)
         self._store = FileStore(f"{folder}/store", size)
         self._formed = 0
 

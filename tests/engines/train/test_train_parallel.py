@@ -1,5 +1,7 @@
 """One, two and four ranks over gloo, in every layout, against one process. The ranks are started once for all tests of this file."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,12 +15,17 @@ from train_support import (
     critic_batch,
     engine,
     largest_gap,
+    load_state,
     ppo,
+    save,
+    saved,
+    state_of,
     tiny_model,
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolemesh.engines.train import Groups, Scorer, TrainEngine
+from rolemesh.engines.train.groups import agree
 from rolemesh.engines.train.placed import without_weights
 from rolemesh.observe import Metrics
 
@@ -33,6 +40,8 @@ LAYOUTS = {
 }
 """Ranks, ranks of a row, sharding."""
 FAST = list(LAYOUTS)[:4]
+RESHARDED = [("two shards", "two rows of two, sharded"), ("two rows of two, sharded", "two ranks"), ("two ranks", "four shards")]
+"""From 2 to 4 ranks and back, with and without parts of either kind."""
 EVERY_LAYOUT = pytest.mark.parametrize(
     "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in FAST)]
 )
@@ -89,12 +98,31 @@ def of_layout(grid: Grid, name: str) -> dict:
     trainer.join(grid.groups(size, tensor))
     update(trainer, data, mine, found["updates"])
     found["weights"] = {key: weight.clone() for key, weight in trainer.named_weights()}
-    found["state"] = trainer.state()
+    found["step"] = trainer.step
+    save_together(trainer, grid.folder / name)
     skipped = found["skipped"] = Metrics()
     update(trainer, data.with_columns({"token_weight": np.zeros(8)}), mine, skipped)
     broken = data.with_columns({"rollout_logprobs": [[float("nan")] * len(row) for row in data.rows("response_ids")]})
     update(trainer, broken, [0] if rank == ranks - 1 else [], skipped)
     return found | of_critic(grid.groups(size, tensor), sharding) | of_qwen(grid.groups(size, tensor), sharding)
+
+
+def save_together(trainer: TrainEngine, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    save(trainer, folder)
+    agree(trainer.groups.world, 0, torch.device("cpu"))  # all have written
+
+
+def resharded(grid: Grid, source: str, target: str) -> dict:
+    """Gradient of a replica of one layout that goes on from what another has saved."""
+    size, tensor, sharding = LAYOUTS[target]
+    groups = grid.groups(size, tensor)
+    trainer = engine(tiny_model(seed=5), rows=2, sharding=sharding)
+    trainer.join(groups)
+    load_state(trainer, grid.folder / source, 3)
+    trainer.check_replicas()
+    save_together(trainer, grid.folder / f"{source} to {target}")
+    return gradients(trainer, batch(), SHARES["one each in turn"](groups.rank // tensor, size // tensor))
 
 
 def of_critic(groups: Groups, sharding: str) -> dict:
@@ -123,6 +151,8 @@ def slow_main(grid: Grid) -> dict:
 
 def rank_main(grid: Grid) -> dict:
     found: dict = {name: of_layout(grid, name) for name in FAST}
+    for source, target in RESHARDED:
+        found[f"{source} to {target}"] = resharded(grid, source, target)
     pair = grid.groups(2)
     for cut, (rows, packing) in CUTS.items():
         trainer = engine(rows=rows, packing=packing)
@@ -168,13 +198,19 @@ def refusal(call) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_grid(rank_main, 4, tmp_path_factory.mktemp("grid"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("grid")
 
 
 @pytest.fixture(scope="module")
-def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_grid(slow_main, 4, tmp_path_factory.mktemp("grid"))
+def ranks(folder: Path) -> list[dict]:
+    return run_grid(rank_main, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def slow_ranks(folder: Path) -> list[dict]:
+    (folder / "store").unlink(missing_ok=True)  # of other ranks
+    return run_grid(slow_main, 4, folder)
 
 
 @pytest.fixture
@@ -210,18 +246,44 @@ def test_C01_C04_D09_D13_gradient_and_metrics_are_those_of_one_rank(found: list[
 
 
 @EVERY_LAYOUT
-def test_weights_after_three_steps_are_those_of_one_rank_also_when_it_slept_and_left(found: list[dict], name: str):
+def test_weights_after_three_steps_are_those_of_one_rank_also_when_it_slept_and_left(found: list[dict], folder: Path, name: str):
     trainer, metrics = engine(), Metrics()
     for _ in range(3):
         update(trainer, batch(), list(range(8)), metrics)
     tolerance = 1e-5 if "row" in name else 1e-6
     for rank in found:
-        assert rank["state"]["step"] == 3
+        assert rank["step"] == 3
         for key, weight in trainer.named_weights():
             assert torch.allclose(rank["weights"][key], weight, rtol=0, atol=tolerance), key
-        for key, entry in trainer.state()["optimizer"].items():
-            assert torch.allclose(rank["state"]["optimizer"][key]["exp_avg"], entry["exp_avg"], rtol=1e-3, atol=1e-6), key
+    written = saved(folder / name)
+    for key, tensor in state_of(trainer).items():
+        assert torch.allclose(written[key], tensor, rtol=1e-3, atol=1e-6), key
+    for key, weight in found[0]["weights"].items():
+        assert torch.equal(written[key], weight), key
     assert_same(merged([rank["updates"] for rank in found]), metrics.reduce())
+
+
+@EVERY_LAYOUT
+def test_G08_one_process_goes_on_from_what_several_ranks_have_saved(found: list[dict], folder: Path, name: str):
+    alone = engine(tiny_model(seed=5))
+    load_state(alone, folder / name, 3)
+    assert_equal(state_of(alone), saved(folder / name))
+
+
+@pytest.mark.parametrize(("source", "target"), RESHARDED)
+def test_G08_state_is_the_same_on_other_ranks_and_so_is_the_next_gradient(ranks: list[dict], folder: Path, source: str, target: str):
+    assert_equal(saved(folder / f"{source} to {target}"), saved(folder / source))
+    alone = engine(tiny_model(seed=5))
+    load_state(alone, folder / source, 3)
+    expected = gradients(alone, batch(), list(range(8)))
+    for rank in ranks[: LAYOUTS[target][0]]:
+        assert largest_gap(expected, rank[f"{source} to {target}"]) < 1e-5
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
 
 
 @EVERY_LAYOUT

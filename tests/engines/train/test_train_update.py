@@ -1,13 +1,30 @@
-import io
 import math
+import threading
 
 import numpy as np
 import pytest
 import torch
-from train_support import AGGREGATIONS, VOCABULARY, algorithm, batch, engine, largest_gap, naive_logprobs, tiny_model
+from safetensors.torch import load_file, save_file
+from train_support import (
+    AGGREGATIONS,
+    OPTIMIZER,
+    VOCABULARY,
+    WEIGHTS,
+    algorithm,
+    batch,
+    engine,
+    largest_gap,
+    load_state,
+    naive_logprobs,
+    save,
+    saved,
+    state_of,
+    tiny_model,
+)
 
 from rolemesh.batch import Batch
-from rolemesh.engines.train import OptimizerSettings, TrainEngine
+from rolemesh.engines.train import OptimizerSettings, TrainEngine, tensor_file
+from rolemesh.errors import DeadlineExceeded
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
@@ -119,7 +136,7 @@ def test_gradient_above_the_limit_is_scaled_to_it():
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients(data).values()))
     assert norm > limit
     assert update(trainer, data)["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    moments = [entry["exp_avg"] for entry in trainer.state()["optimizer"].values()]
+    moments = [moment for name, moment in state_of(trainer).items() if name.startswith("exp_avg.")]
     assert math.sqrt(sum(float(moment.double().square().sum()) for moment in moments)) == pytest.approx(0.1 * limit, rel=1e-5)
 
 
@@ -262,63 +279,89 @@ def test_reset_optimizer_starts_anew_with_the_weights_as_they_are():
 # -- state ------------------------------------------------------------------------------------------------------------------
 
 
-def through_a_file(state: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_G10_two_steps_and_two_more_after_resuming_equal_four():
+def test_G10_two_steps_and_two_more_after_resuming_equal_four(tmp_path):
     settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=3, weight_decay=0.01)
     straight, first, second = engine(optimizer=settings), engine(optimizer=settings), engine(tiny_model(seed=5), optimizer=settings)
     rates = [update(straight, batch(seed))["actor/learning_rate"] for seed in range(4)]
     for seed in (0, 1):
         update(first, batch(seed))
-    second.load_state(through_a_file(first.state()))
+    save(first, tmp_path)
+    load_state(second, tmp_path, first.step)
     resumed = [update(second, batch(seed))["actor/learning_rate"] for seed in (2, 3)]
     assert resumed == rates[2:]
     assert second.step == straight.step == 4
-    assert equal(weights_of(straight), weights_of(second))
-    for name, entry in straight.state()["optimizer"].items():
-        assert equal(entry, second.state()["optimizer"][name])
+    assert equal(state_of(straight), state_of(second))
+    assert len(state_of(straight)) == 4 * len(weights_of(straight)), "weights, two moments and a step of each"
 
 
-def test_state_is_a_snapshot_that_later_steps_do_not_change():
+def test_G11_the_learning_rate_after_a_resume_is_that_of_the_step(tmp_path):
+    settings = OptimizerSettings(learning_rate=1.0, warmup_steps=10)
+    first, second = engine(optimizer=settings), engine(optimizer=settings)
+    for _ in range(7):
+        update(first, batch())
+    save(first, tmp_path)
+    load_state(second, tmp_path, first.step)
+    assert update(second, batch())["actor/learning_rate"] == update(first, batch())["actor/learning_rate"] == 0.8
+
+
+def test_a_snapshot_is_not_changed_by_later_steps(tmp_path):
     trainer = engine()
     update(trainer, batch(0))
-    kept = trainer.state()
-    copy = through_a_file(kept)
+    before = state_of(trainer)
+    snapshots = [file.snapshot() for file in trainer.files()]
     update(trainer, batch(1))
-    trainer.load_state(kept)
-    update(trainer, batch(2))  # must not train the snapshot through memory shared with it
-    assert equal(kept["model"], copy["model"])
-    for name, entry in kept["optimizer"].items():
-        assert equal(entry, copy["optimizer"][name])
+    for snapshot, name in zip(snapshots, (WEIGHTS, OPTIMIZER), strict=True):
+        snapshot.write(tmp_path / name)
+    assert equal(before, saved(tmp_path))
+    load_state(trainer, tmp_path, 1)
+    update(trainer, batch(2))  # must not train the files through memory shared with them
+    assert equal(before, saved(tmp_path))
 
 
-def test_state_from_before_the_first_step_can_be_loaded():
+def test_a_step_waits_until_a_copy_of_the_weights_is_made():
+    trainer, moved = engine(), threading.Event()
+    before = weights_of(trainer)
+    trainer.copying.begin()
+    step = threading.Thread(target=lambda: (update(trainer, batch()), moved.set()))
+    step.start()
+    assert not moved.wait(1)
+    assert equal(weights_of(trainer), before)
+    trainer.copying.end()
+    assert moved.wait(60)
+    step.join(60)
+    assert not equal(weights_of(trainer), before)
+    trainer.copying.begin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "COPY_SECONDS", 0.1)
+        with pytest.raises(DeadlineExceeded, match=r"a change of weights waited 0\.1 s for the copy of them for a checkpoint"):
+            trainer.load_weights(before)
+
+
+def test_state_from_before_the_first_step_can_be_loaded(tmp_path):
     trainer, other = engine(), engine(tiny_model(seed=1))
-    start = through_a_file(trainer.state())
+    save(trainer, tmp_path)
     update(other, batch(3))
-    other.load_state(start)
+    load_state(other, tmp_path, 0)
     update(other, batch(0))
     update(trainer, batch(0))
     assert equal(weights_of(trainer), weights_of(other))
 
 
-def test_state_of_another_model_is_refused_and_changes_nothing():
-    state = engine().state()
-    state["model"]["model.norm.weight"] = torch.ones(7)
-    state["model"]["extra"] = torch.ones(1)
-    del state["model"]["lm_head.weight"]
+def test_state_of_another_model_is_refused_and_changes_nothing(tmp_path):
+    save(engine(), tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    weights["model.norm.weight"] = torch.ones(7)
+    weights["extra"] = torch.ones(1)
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / WEIGHTS)
     trainer = engine(tiny_model(seed=1))
     before = weights_of(trainer)
     with pytest.raises(
         ValueError, match=r"extra is unknown; lm_head.weight is missing; model.norm.weight has shape \(7,\), expected \(16,\)"
     ):
-        trainer.load_state(state)
+        load_state(trainer, tmp_path, 3)
     assert equal(before, weights_of(trainer))
+    assert trainer.step == 0
 
 
 def test_tied_weights_are_named_once():
@@ -327,20 +370,22 @@ def test_tied_weights_are_named_once():
     assert sorted([*tied, "lm_head.weight"]) == sorted(untied)
 
 
-def test_tied_weights_train_and_resume():
+def test_tied_weights_train_and_resume(tmp_path):
     straight, resumed = engine(tiny_model(tied=True)), engine(tiny_model(seed=3, tied=True))
     update(straight, batch(0))
-    resumed.load_state(through_a_file(straight.state()))
+    save(straight, tmp_path)
+    load_state(resumed, tmp_path, straight.step)
     update(straight, batch(1))
     update(resumed, batch(1))
     assert equal(weights_of(straight), weights_of(resumed))
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
 
 
-def test_G13_weights_that_separated_although_the_config_says_tied_are_all_kept():
+def test_G13_weights_that_separated_although_the_config_says_tied_are_all_kept(tmp_path):
     model = tiny_model(tied=True)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 16))
     trainer = engine(model)
-    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(trainer.state()["model"])
+    save(trainer, tmp_path)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(saved(tmp_path))
     with pytest.raises(ValueError, match=r"lm_head.weight is unknown"):
-        engine(tiny_model(tied=True)).load_state(trainer.state())
+        load_state(engine(tiny_model(tied=True)), tmp_path, 0)

@@ -1,5 +1,3 @@
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,9 @@ from train_support import (
     critic_batch,
     engine,
     largest_gap,
+    load_state,
     ppo,
+    save,
     tiny_model,
     value_model,
 )
@@ -234,15 +234,13 @@ def test_D03_loss_that_is_not_finite_is_never_applied_and_is_counted():
     assert trainer.step == 0
 
 
-def test_G10_resumed_critic_goes_on_as_if_nothing_had_been():
+def test_G10_resumed_critic_goes_on_as_if_nothing_had_been(tmp_path):
     data, straight, first, second = critic_batch(), critic(), critic(), critic(value_model(seed=5))
     for _ in range(3):
         update(straight, data)
     update(first, data)
-    file = io.BytesIO()
-    torch.save(first.state(), file)
-    file.seek(0)
-    second.load_state(torch.load(file, weights_only=True))
+    save(first, tmp_path)
+    load_state(second, tmp_path, first.step)
     for _ in range(2):
         update(second, data)
     assert second.step == straight.step == 3

@@ -1,13 +1,19 @@
 """A tiny model, a batch with everything an update reads, and an engine over them. Shared by the tests of this folder."""
 
+import tempfile
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolemesh.algorithms import Grpo, Ppo
 from rolemesh.batch import Batch
 from rolemesh.config.schema import AlgorithmConfig
 from rolemesh.engines.train import OptimizerSettings, TrainEngine, ValueEngine, ValueModel
+from rolemesh.engines.train.replica import Replica
 from rolemesh.observe import Metrics
 
 VOCABULARY = 24
@@ -37,6 +43,7 @@ def engine(model=None, *, rows: int = 8, learning_rate: float = 1e-3, **options)
     return TrainEngine(tiny_model() if model is None else model, optimizer=settings, micro_batch_tokens=12 * rows, **options)
 
 
+@cache
 def batch(seed: int = 0, rows: int = 8, noise: float = 0.3, mode: str = "token_mean") -> Batch:
     """Rows of uneven lengths in groups of two, one of them without a reward, with old log-probabilities a bit off the model's own."""
     random = np.random.default_rng(seed)
@@ -91,6 +98,32 @@ def critic_batch(mode: str = "token_mean", **columns) -> Batch:
     data = data.with_columns({"values": [row + random.normal(size=len(row)).astype(np.float32) * 0.3 for row in own]})
     algorithm = ppo(mode)
     return algorithm.prepare(data.join(algorithm.estimate(data, kl_coefficient=0.0)), Metrics())
+
+
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+
+
+def save(trainer: Replica, folder: Path) -> None:
+    """Write this rank's blocks of weights and optimizer state."""
+    weights, optimizer = trainer.files()
+    weights.write(folder / WEIGHTS)
+    optimizer.write(folder / OPTIMIZER)
+
+
+def load_state(trainer: Replica, folder: Path, step: int) -> None:
+    trainer.load_files(folder / WEIGHTS, folder / OPTIMIZER, step)
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """All that `save` wrote, by names of both files."""
+    return load_file(folder / WEIGHTS) | load_file(folder / OPTIMIZER)
+
+
+def state_of(trainer: Replica) -> dict[str, torch.Tensor]:
+    """What an engine that has everything would save."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(trainer, Path(folder))
+        return saved(Path(folder))
 
 
 def largest_gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

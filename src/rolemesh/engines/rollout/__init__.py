@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from rolemesh.engines.rollout.builtin import BuiltinEngine
-from rolemesh.engines.rollout.fake import FakeEngine
 from rolemesh.protocols.engine import RolloutEngine
 from rolemesh.registry import check_call, resolve
 
-ENGINES: Final[Mapping[str, Callable[..., RolloutEngine]]] = {"builtin": BuiltinEngine, "fake": FakeEngine}
+ENGINES: Final[Mapping[str, str]] = {
+    "builtin": "rolemesh.engines.rollout.builtin:BuiltinEngine",
+    "fake": "rolemesh.engines.rollout.fake:FakeEngine",
+}
+"""Built-in engines, as import paths: each is loaded by those who run it."""
 SETTINGS: Final = ("slots", "max_prompt_tokens", "max_response_tokens", "deterministic", "device")
 """Keywords that every engine is made with."""
 
@@ -29,4 +31,4 @@ def check_engine(name: str) -> None:
     check_call(found, [None], dict.fromkeys(SETTINGS), subject="rollout.engine", name=name, called=called)
 
 
-__all__ = ["ENGINES", "BuiltinEngine", "FakeEngine", "check_engine", "create_engine"]
+__all__ = ["ENGINES", "check_engine", "create_engine"]

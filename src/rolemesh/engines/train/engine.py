@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rolemesh.batch import Batch
 from rolemesh.engines.train.forward import TokenScorer, check_temperature
@@ -17,8 +17,9 @@ from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device,
 from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.sft import sft_loss
+from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
-from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, without_adapter
+from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, saved_name, without_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
@@ -110,7 +111,30 @@ class TrainEngine(Replica):
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`named_weights` of a model without adapter that computes the same, as `empty_weights` names them. Collective where weights are
         split."""
-        return merged_weights(self._skeleton, (name for name, _ in self.empty_weights()), self._whole)
+        merged = self._merged(self._whole, lambda inside, product: product)
+        return ((name, weight) for name, _, weight in merged)
+
+    def _merged(self, weight: Callable[[str], Tensor], cut: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+        names = [name for name, _ in self.empty_weights()]
+        return merged_weights(self._skeleton, names, weight=weight, whole=self._whole, cut=cut)
+
+    def _weights_file(self) -> TensorFile:
+        """Merged. Collective where weights are split."""
+        placed = self._up
+        merged = self._merged(placed.tensors.__getitem__, lambda inside, product: product[placed.parts[inside].index])
+        return placed.file({name: (inside, weight) for name, inside, weight in merged})
+
+    def adapter_file(self) -> TensorFile:
+        """The adapter alone, as peft names its weights; see `files`."""
+        return self._up.file({saved_name(name): (name, tensor) for name, tensor in self._up.tensors.items() if is_adapter(name)})
+
+    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
+        """The file is that of the adapter, where there is one."""
+        adapter = {saved_name(name): name for name in self._up.tensors if is_adapter(name)}
+        if not adapter:
+            super()._take_stored(given)
+            return
+        self.load_weights({adapter.get(name, name): tensor for name, tensor in given.items()}, keep=lambda name: not is_adapter(name))
 
     def adapter_weights(self) -> dict[str, torch.Tensor]:
         """Whole copies of the weights of the adapter, under its names in `named_weights`. Collective where weights are split."""
@@ -136,6 +160,7 @@ class TrainEngine(Replica):
         """Meanwhile the model has this adapter in place of its own."""
         placed = self._up
         own = {name: placed.tensors[name].clone() for name in given}
+        self.copying.wait()
         try:
             for name, weight in given.items():
                 placed.tensors[name].copy_(weight[placed.parts[name].index])

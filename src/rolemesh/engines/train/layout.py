@@ -46,6 +46,15 @@ class Part:
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
+    def cut(self, index: int, count: int) -> Part:
+        """One of `count` pieces along the first dimension, as `torch.chunk` has them: of equal sizes but for the last ones, which may be
+        empty. A single number cannot be cut: all pieces are it."""
+        if not self.shape:
+            return self
+        rows = -(-self.shape[0] // count)
+        first, last = min(index * rows, self.shape[0]), min((index + 1) * rows, self.shape[0])
+        return Part(self.whole, (self.start[0] + first, *self.start[1:]), (last - first, *self.shape[1:]))
+
     def within(self, holds: Part) -> tuple[slice, ...] | None:
         """Where this block lies in another one; None when that does not hold all of it."""
         offsets = [mine - theirs for mine, theirs in zip(self.start, holds.start, strict=True)]
@@ -88,11 +97,16 @@ class Layout:
         if dim is not None:
             shape[dim] //= self.groups.tensor_size
             start[dim] = tensor * shape[dim]
-        if self.sharded and shape:
-            rows = -(-shape[0] // self.groups.data_size)
-            first, last = min(data * rows, shape[0]), min((data + 1) * rows, shape[0])
-            start[0], shape[0] = start[0] + first, last - first
-        return Part(whole, tuple(start), tuple(shape))
+        part = Part(whole, tuple(start), tuple(shape))
+        return part.cut(data, self.groups.data_size) if self.sharded else part
+
+    def own(self, name: str, whole: Shape) -> Part:
+        """What this rank answers for: ranks that hold the same part divide it, so that together they have every number once."""
+        part = self.part(name, whole)
+        data, tensor = divmod(self.groups.rank, self.groups.tensor_size)
+        rows = 1 if self.sharded and name not in self.buffers else self.groups.data_size
+        columns = 1 if name in self.tensor_dims and name not in self.buffers else self.groups.tensor_size
+        return part.cut((data if rows > 1 else 0) * columns + (tensor if columns > 1 else 0), rows * columns)
 
     def gathered(self, name: str, tensor: Tensor, whole: Shape) -> Tensor:
         """The whole of a weight, of its gradient or of a moment, of which every rank gives its part. Collective, unless nothing is

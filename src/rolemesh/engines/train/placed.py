@@ -16,6 +16,7 @@ from rolemesh.engines.train.fsdp import Root, Shards, replace_parameters
 from rolemesh.engines.train.gradients import FlatGradients, Gradients, ShardedGradients
 from rolemesh.engines.train.groups import Groups, agree
 from rolemesh.engines.train.layout import Layout, Part, Sliceable
+from rolemesh.engines.train.tensor_file import Block, TensorFile
 from rolemesh.engines.train.tensor_parallel import TensorPlan, split_forward, tensor_plan
 from rolemesh.engines.train.weights import named_weights
 
@@ -127,6 +128,19 @@ class PlacedModel:
     def gathered(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of this weight, or of a gradient or moment of it. Collective where it is split."""
         return self.layout.gathered(name, tensor, self.parts[name].whole)
+
+    def file(self, tensors: Mapping[str, tuple[str, Tensor]]) -> TensorFile:
+        """A file that all ranks write together: `tensors` gives by name in the file a weight, and what this rank has there for it."""
+        blocks = {}
+        for key, (name, tensor) in tensors.items():
+            if tensor.ndim:
+                own = self.layout.own(name, self.parts[name].whole)
+                index = own.within(self.parts[name])
+                assert index is not None
+                blocks[key] = Block(own, tensor[index])
+            else:
+                blocks[key] = Block(Part.all_of(()), tensor)
+        return TensorFile(blocks, leads=self.layout.groups.rank == 0)
 
     def close(self) -> None:
         """Let go of the groups. The model must not be used afterwards."""

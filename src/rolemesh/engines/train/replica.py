@@ -16,6 +16,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ from rolemesh.engines.train.microbatch import MicroBatch, Passes
 from rolemesh.engines.train.optimizer import OptimizerSettings
 from rolemesh.engines.train.packing import use_packed_attention
 from rolemesh.engines.train.placed import PlacedModel, Weights, without_weights
+from rolemesh.engines.train.tensor_file import Copying, StoredTensor, TensorFile, stored_tensors
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
 from rolemesh.observe import Metrics
 
@@ -73,6 +75,7 @@ class Replica(ABC):
         """
         _check_parameters(model)
         self.settings, self.step, self.groups = optimizer, 0, groups or Groups()
+        self.copying = Copying()
         self._device, self._max_tokens = torch.device(device), micro_batch_tokens
         self._options: dict[str, Any] = {"sharding": sharding, "activation_checkpointing": activation_checkpointing}
         self._compute_dtype = compute_dtype
@@ -228,6 +231,7 @@ class Replica(ABC):
             self._up.gradients.scale(limit / norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        self.copying.wait()
         self._optimizer.step()
         self.step += 1
 
@@ -241,37 +245,41 @@ class Replica(ABC):
     def _whole(self, name: str) -> Tensor:
         return self._up.gathered(name, self._up.tensors[name])
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the next update depends on, as whole copies: {"step", "model", "optimizer"}, loadable with `weights_only`.
+    def files(self) -> tuple[TensorFile, TensorFile]:
+        """Weights and optimizer state as files that all ranks write together, this rank with the tensors as they are: who reads them while
+        the engine is used holds `copying`. With `step` they are everything that the next update depends on: nothing here draws random
+        numbers, and the learning rate is a function of the step."""
+        moments = {f"{key}.{name}": (name, value) for name, entry in self._moments().items() for key, value in entry.items()}
+        return self._weights_file(), self._up.file(moments)
 
-        Nothing here draws random numbers, and the learning rate is a function of the step."""
-        return {
-            "step": self.step,
-            "model": {name: tensor.clone() for name, tensor in self.named_weights()},
-            "optimizer": {
-                name: {key: (self._up.gathered(name, value) if value.ndim else value).clone() for key, value in entry.items()}
-                for name, entry in self._moments().items()
-            },
-        }
+    def _weights_file(self) -> TensorFile:
+        return self._up.file({name: (name, tensor) for name, tensor in self._up.tensors.items()})
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave, by copying. Optimizer settings stay those of this engine. Raises ValueError, and changes nothing,
-        when names or shapes do not fit the model."""
-        moments, placed = state["optimizer"], self._up
+    def load_files(self, weights: Path, optimizer: Path, step: int) -> None:
+        """Take over what ranks of any layout have written. Optimizer settings stay those of this engine. Raises ValueError, and changes
+        nothing, when names or shapes do not fit the model; OSError and SafetensorError for files that cannot be read."""
+        placed, given, moments = self._up, stored_tensors(weights), dict[str, dict[str, Any]]()
+        for label, tensor in stored_tensors(optimizer).items():
+            key, _, name = label.partition(".")
+            moments.setdefault(name, {})[key] = tensor if tensor.shape else tensor[...]
         wholes = {name: torch.Size(placed.parts[name].whole) for name in placed.parameters}
         if moments:
             check_fit(wholes, {name: entry["exp_avg"].shape for name, entry in moments.items()})
-        self.load_weights(state["model"])
+        self._take_stored(given)
         self._optimizer.state.clear()
         self._take_moments(moments, {name: Part.all_of(tuple(whole)) for name, whole in wholes.items()})
-        self.step = int(state["step"])
+        self.step = step
+
+    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
+        self.load_weights(given)
 
     @torch.no_grad()
-    def load_weights(self, given: Mapping[str, Tensor], *, keep: str | None = None) -> None:
-        """Copy whole weights, by the names that `named_weights` gives; those that begin with `keep` stay as they are. Raises ValueError,
+    def load_weights(self, given: Mapping[str, Tensor | StoredTensor], *, keep: Callable[[str], bool] = lambda name: False) -> None:
+        """Copy whole weights, by the names that `named_weights` gives; those of which `keep` is true stay as they are. Raises ValueError,
         and changes nothing, when they do not fit."""
-        parts = {name: part for name, part in self._up.parts.items() if keep is None or not name.startswith(keep)}
+        parts = {name: part for name, part in self._up.parts.items() if not keep(name)}
         check_fit({name: torch.Size(part.whole) for name, part in parts.items()}, shapes(given))
+        self.copying.wait()
         for name, part in parts.items():
             self._up.tensors[name].copy_(given[name][part.index])
 
@@ -279,11 +287,11 @@ class Replica(ABC):
         parameters, state = self._up.parameters, self._optimizer.state
         return {name: dict(state[parameter]) for name, parameter in parameters.items() if parameter in state}
 
-    def _take_moments(self, moments: Moments, parts: Mapping[str, Part]) -> None:
+    def _take_moments(self, moments: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]) -> None:
         """`parts` says which blocks are given."""
         placed = self._up
         for name, entry in moments.items():
-            mine = {key: placed.parts[name].read(value, parts[name]) if value.ndim else value for key, value in entry.items()}
+            mine = {key: placed.parts[name].read(value, parts[name]) if value.shape else value for key, value in entry.items()}
             self._optimizer.state[placed.parameters[name]] = {key: value.to(self._device, copy=True) for key, value in mine.items()}
 
     def check_replicas(self) -> None:

@@ -17,6 +17,7 @@ from rolemesh.engines.train.layout import Sliceable
 from rolemesh.engines.train.microbatch import Passes
 from rolemesh.engines.train.packing import use_packed_attention
 from rolemesh.engines.train.placed import PlacedModel, Weights, without_weights
+from rolemesh.engines.train.tensor_file import Copying, StoredTensor, TensorFile
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
 
 
@@ -39,6 +40,7 @@ class Scorer:
     ) -> None:
         """Arguments as those of `TrainEngine`: equal ones give the policy's log-probabilities for the policy's weights, to the last bit.
         Raises ValueError for a model that is not causal."""
+        self.copying = Copying()
         self._skeleton = without_weights(model.requires_grad_(False).eval())
         self._packing = packing and use_packed_attention(self._skeleton)
         self._max_tokens, self._device, self._dtype = micro_batch_tokens, torch.device(device), compute_dtype
@@ -98,11 +100,16 @@ class Scorer:
         """Weights, whole, as `TrainEngine.named_weights` gives them."""
         return ((name, self._up.gathered(name, tensor)) for name, tensor in self._up.tensors.items())
 
+    def file(self) -> TensorFile:
+        """The weights as a file that all ranks write together, with the tensors as they are: see `Replica.files`."""
+        return self._up.file({name: (name, tensor) for name, tensor in self._up.tensors.items()})
+
     @torch.no_grad()
-    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, given: Iterable[tuple[str, Tensor | StoredTensor]]) -> None:
         """Take over the weights of a policy, for instance after its supervised warm start, by copying. Raises ValueError, and changes
         nothing, when names or shapes do not fit."""
         placed, source = self._up, dict(given)
         check_fit({name: torch.Size(part.whole) for name, part in placed.parts.items()}, shapes(source))
+        self.copying.wait()
         for name, part in placed.parts.items():
             placed.tensors[name].copy_(source[name][part.index])

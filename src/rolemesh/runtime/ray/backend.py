@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +28,10 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, Pending, Process, ProcessSpec, Reply, WorkerSpec
+from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
@@ -76,6 +74,7 @@ class RayBackend:
     ) -> None:
         self.lacks: frozenset[Capability] = frozenset() if detached else frozenset({"detach"})
         self._lifetime = "detached" if detached else None
+        self._time_to_live = time_to_live if detached else 0
         self._kept: set[str] = set()
         """What was detached, pools and stores: it lives on when this process leaves."""
         if detached and run is None:
@@ -83,7 +82,7 @@ class RayBackend:
         self._cluster = RayCluster(
             address,
             run=run,
-            time_to_live=time_to_live if detached else 0,
+            time_to_live=self._time_to_live,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             object_store_bytes=object_store_bytes,
@@ -104,7 +103,11 @@ class RayBackend:
         return self._cluster.address
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            main.close()  # else Python complains that nobody has awaited it
+            raise
         return asyncio.run(main)
 
     def time(self) -> float:
@@ -153,17 +156,19 @@ class RayBackend:
         if gone:
             known = ", ".join(alive.values())
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
+        if name in self._pools:
+            raise taken(name)
         pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
         self._kept.discard(name)
-        for node in sorted({bundle.node for bundle in bundles}):
-            reserved, homes = pool.layout(node)
-            selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(reserved)
-            pool.groups[node] = placement_group(
-                reserved, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
-            )
-            pool.homes.update(homes)
         ends = self.time() + deadline
         try:
+            for node in sorted({bundle.node for bundle in bundles}):
+                shares, homes = pool.layout(node)
+                selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(shares)
+                pool.groups[node] = placement_group(
+                    shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
+                )
+                pool.homes.update(homes)
             waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
             problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
         except BaseException:
@@ -224,19 +229,19 @@ class RayBackend:
         pool = self._pools[spec.pool]
         bundle, node = pool.bundles[spec.bundle], pool.nodes[pool.bundles[spec.bundle].node]
         group = pool.groups[bundle.node]
-        taken = amounts(bundle)
+        shares = amounts(bundle)
         ends = self.time() + deadline
         host = RayHost.options(  # type: ignore[attr-defined]
             name=spec.name,
             namespace=NAMESPACE,
             lifetime=self._lifetime,
-            num_cpus=taken.pop("CPU", 0),
-            num_gpus=taken.pop("GPU", 0),
-            resources=taken,
+            num_cpus=shares.pop("CPU", 0),
+            num_gpus=shares.pop("GPU", 0),
+            resources=shares,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
         try:
-            actor = await named(lambda: host.remote(spec, node.name), ends)
+            actor = await named(lambda: host.remote(spec, node.name, self._time_to_live), ends)
         except TimeoutError as error:
             raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
         starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
@@ -258,16 +263,19 @@ class RayBackend:
                 log_path=process.spec.log_path,
             ) from failure.error  # fmt: skip
 
-    def call(self, process: Process, call: Call, blocks: Sequence[Any]) -> Pending:
+    def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         numbers = others = None
-        if call.writes:
-            answered, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
-        else:
-            answered = process.handle.answer.remote(flat_call(call), *blocks)
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Reply] = loop.create_future()
-        answered.future().add_done_callback(partial(_hand_over, loop, reply, process))
-        return Pending(process=process, call=call, reply=reply, blocks=(numbers, others))
+        try:
+            if call.writes:
+                reply, numbers, others = process.handle.execute.remote(flat_call(call), *blocks)
+            else:
+                reply = process.handle.answer.remote(flat_call(call), *blocks)
+        except Exception as error:  # noqa: BLE001 - the process boundary: arguments are pickled, by code of their own
+            answered(_unsent(process, call, error))
+            return None, None
+        # What `reply.future()` does itself, without a future, which costs more than all the rest here. It needs the reference until then.
+        reply._on_completed(partial(_tell, answered, process, reply))
+        return numbers, others
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
         subject = f"the control thread of {process.spec.name} to answer {request!r}"
@@ -303,24 +311,22 @@ class RayBackend:
             raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
-    """On a thread of Ray's: tell the controller's loop, if it still runs. A task that awaits Ray's reference costs far more."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(_resolve, reply, process, answered)
+def _tell(answered: OnAnswer, process: Process, reply: Any, found: list[Any] | Exception) -> None:
+    """On a thread of Ray's: what came for the reference `reply`."""
+    if not isinstance(found, Exception):
+        answered(whole_reply(found))
+        return
+    told = _failed(process, found) if isinstance(found, RayError) else found
+    if told is not found:
+        told.__cause__ = found
+    answered(told)
 
 
-def _resolve(reply: asyncio.Future[Reply], process: Process, answered: Future[Any]) -> None:
-    error = answered.exception(timeout=0)
-    if reply.done():  # cancelled
-        return
-    if error is None:
-        reply.set_result(whole_reply(answered.result(timeout=0)))
-        return
-    told = _failed(process, error) if isinstance(error, RayError) else error
-    if told is not error:
-        told.__cause__ = error
-    reply.set_exception(told)
-    reply.exception()  # seen: the controller may have stopped waiting, and asyncio would report it as lost
+def _unsent(process: Process, call: Call, error: Exception) -> BatchError:
+    found = f"{type(error).__name__}: {first_lines(error)}"
+    told = BatchError(f"{call.group}.{call.method}(): the arguments for process {process.spec.name} cannot be sent: {found}")
+    told.__cause__ = error
+    return told
 
 
 def _remove(groups: Iterable[Reserved]) -> None:

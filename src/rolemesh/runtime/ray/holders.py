@@ -63,13 +63,23 @@ def find_holders() -> Holdings:
     return found
 
 
-def driven_runs() -> set[str]:
-    """Runs that have a driver now, wherever: drivers give their jobs the mark of the run for all workers. Blocks."""
+def driven_until() -> dict[str, float]:
+    """When the last driver of each run ended, wherever it was; infinity for one that has a driver now. Milliseconds of the head's clock.
+
+    Drivers give their jobs the mark of the run for all workers. Blocks."""
     tables = ray._private.state.state._connect_and_get_accessor()
-    raws = tables.get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
-    jobs = [job for raw in raws if not (job := gcs_pb2.JobTableData.FromString(raw)).is_dead]
-    environments = [json.loads(job.config.runtime_env_info.serialized_runtime_env or "{}") for job in jobs]
-    return {run for environment in environments if (run := environment.get("env_vars", {}).get(RUN))}
+    found: dict[str, float] = {}
+    for raw in tables.get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True):
+        job = gcs_pb2.JobTableData.FromString(raw)
+        environment = json.loads(job.config.runtime_env_info.serialized_runtime_env or "{}")
+        if run := environment.get("env_vars", {}).get(RUN):
+            found[run] = max(found.get(run, 0.0), job.end_time if job.is_dead else math.inf)
+    return found
+
+
+def driven_runs() -> set[str]:
+    """Runs that have a driver now. Blocks."""
+    return {run for run, ended in driven_until().items() if ended == math.inf}
 
 
 def _sorted(amounts: Mapping[str, float]) -> dict[str, float]:

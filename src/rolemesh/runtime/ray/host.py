@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from rolemesh.protocols.backend import Call, Failure, ProcessSpec, Reply, Worker
 from rolemesh.runtime.host import ProcessHost
 from rolemesh.runtime.janitor import JanitorLink
 from rolemesh.runtime.janitor_process import PROCESS, RUN
+from rolemesh.runtime.ray.sweep import end_orphan
 
 Flat = bytes | list[Any]
 
@@ -27,7 +29,7 @@ Flat = bytes | list[Any]
 class RayHost:
     """Lives in one bundle of a pool. Ray never restarts or moves it."""
 
-    def __init__(self, spec: ProcessSpec, node: str) -> None:
+    def __init__(self, spec: ProcessSpec, node: str, time_to_live: float) -> None:
         # Before what reads them is imported, and before there are children, which inherit the mark. Ray itself would start a process anew
         # for each set of variables.
         mark = f"{spec.name}~{secrets.token_hex(4)}"  # of this process alone: the janitor ends what the one before of this name has left
@@ -42,6 +44,8 @@ class RayHost:
         self._host = ProcessHost(spec.name, node, shared=False)
         signal.signal(signal.SIGTERM, self._leave)  # as before a preemption: the run ends in order, and ends this process
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        if time_to_live:
+            threading.Thread(target=end_orphan, args=(os.environ[RUN], time_to_live), daemon=True, name="rolemesh-orphan").start()
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._host.leaving = True

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from typing import NamedTuple
 
 import ray
 
 from rolemesh.runtime.janitor_process import DRIVEN
 from rolemesh.runtime.ray.cluster import join
-from rolemesh.runtime.ray.holders import driven_runs
+from rolemesh.runtime.ray.holders import driven_runs, driven_until
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, find_group
 
 
@@ -49,6 +51,24 @@ def sweep(address: str, run: str, *, orphaned: bool = False) -> bool:
         if (group := find_group(name)) is not None:
             ray.util.remove_placement_group(group)
     return True
+
+
+def end_orphan(run: str, time_to_live: float) -> None:
+    """In a process of a detached run, on a thread of its own: end the run when it has had no driver for so many seconds, this process too.
+
+    The janitor of the last driver's machine does that sooner, unless it is lost together with that machine."""
+    ended, since = math.inf, time.monotonic()
+    while ended == math.inf or time.monotonic() < since + time_to_live:
+        time.sleep(time_to_live / 4)
+        latest = driven_until().get(run, 0.0)
+        if latest != ended:  # also for a driver that came and went meanwhile
+            ended, since = latest, time.monotonic()
+    if (store := find_actor(f"{run}/kv")) is not None:
+        ray.kill(store, no_restart=True)
+    here = ray.util.get_current_placement_group()
+    groups = [group for name in standing("")[run].groups if (group := find_group(name)) is not None]
+    for group in sorted(groups, key=lambda group: here is not None and group.id == here.id):  # this process ends with its own
+        ray.util.remove_placement_group(group)
 
 
 if __name__ == "__main__":
