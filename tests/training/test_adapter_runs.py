@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from training_helpers import ONE_PROCESS, PPO, Quiet, contract_problems, only_run, rows, small
 
@@ -64,6 +65,8 @@ def test_S07_the_reference_of_an_adapter_is_a_copy_of_its_own_to_the_last_bit(tm
     assert all(torch.equal(found[name], expected[name]) for name in start)
     changed = {name for name in start if not torch.equal(found[name], start[name])}
     assert changed == {name for name in start if "_proj." in name}
+    loaded = PeftModel.from_pretrained(load_model(ModelConfig(), seed=0), str(shared.checkpoint(2) / "adapter")).merge_and_unload()
+    assert max(float((weight - found[name]).abs().max()) for name, weight in loaded.named_parameters()) < 1e-6
     adapter = sum(8 * sum(start[name].shape) for name in changed)
     assert first["memory/actor/gradients"] == 4 * adapter
     assert first["memory/actor/weights"] == 4 * (1_115_264 + adapter)
@@ -73,6 +76,10 @@ def test_a_warm_start_ends_at_its_reference_and_a_resumed_run_goes_on_exactly(tm
     whole = train(tmp_path / "whole", *WITH_REF, "trainer.steps=3")
     parts = train(tmp_path / "parts", *WITH_REF, "trainer.steps=1")
     train(tmp_path / "parts", *WITH_REF, "trainer.steps=3", resume=parts)
+    with pytest.raises(ConfigError, match=r"model\.lora.*must stay as they were"):
+        train(tmp_path / "parts", *WITH_REF, "model.lora.rank=4", "trainer.steps=4", resume=parts)
+    with pytest.raises(ConfigError, match=r"roles\.ref\.pool.*the checkpoint holds its adapter"):
+        train(tmp_path / "parts", *REF_APART, "trainer.steps=4", resume=parts)
     first, *later = steps(parts)
     assert abs(first["policy/kl_ref"]) < 1e-7, "the reference is what the warm start left"
     assert min(row["policy/kl_ref"] for row in later) > 1e-6
