@@ -100,21 +100,23 @@ def test_exports_that_would_go_wrong_are_refused_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_G14_an_export_that_is_not_the_same_is_noticed_and_removed(
+def test_G14_an_export_that_is_not_the_same_leaves_what_was_there(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = export.plan_export(str(run.path), tmp_path / "bad", runs_dir=tmp_path, step=None, dtype="float32", force=False)
-    whole = export.save_model
+    shutil.copytree(run.checkpoint(1) / "model", tmp_path / "mine")
+    planned = export.plan_export(str(run.path), tmp_path / "mine", runs_dir=tmp_path, step=None, dtype="float32", force=True)
+    whole, before = export.save_model, (tmp_path / "mine" / "model.safetensors").read_bytes()
 
-    def lossy(folder: Path, model: torch.nn.Module, tokenizer: object) -> None:
+    def lossy(folder: Path, model: torch.nn.Module, tokenizer: object, **options: object) -> None:
         state = {name: weight.clone() for name, weight in model.state_dict().items()}
         state["model.norm.weight"] += 1e-6
-        whole(folder, model, tokenizer, state_dict=state)
+        whole(folder, model, tokenizer, state_dict=state, **options)
 
     monkeypatch.setattr(export, "save_model", lossy)
-    with pytest.raises(RolemeshError, match=r"and was removed: model\.norm\.weight differs"):
+    with pytest.raises(RolemeshError, match=r"is not the model of \S+step-2: model\.norm\.weight differs"):
         export.run_export(planned, lambda text: None)
-    assert not (tmp_path / "bad").exists()
+    assert (tmp_path / "mine" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"], "nothing half-written is left"
 
 
 def checkpoint_of(directory: RunDirectory, model: torch.nn.Module) -> None:

@@ -166,7 +166,7 @@ def test_G02_a_full_disk_is_named_with_bytes_needed_and_free_before_anything_is_
 def test_G02_a_disk_that_is_full_in_mid_write_leaves_the_checkpoint_before(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_check_room", lambda folder, need: None)
     what = (
-        r"OSError: actor rank 0 could not write its part of \S+: OSError: \[Errno 28\] No space left on device\. The checkpoint needs 13,"
+        r"OSError: actor rank 0 could not write its part of \S+: OSError: \[Errno 28\] No space left on device\. The checkpoint needs 14,"
     )
     check_full(small_disk, what)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -14,12 +14,18 @@ from transformers.dynamic_module_utils import custom_object_save
 
 
 def save_model(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, state_dict: Mapping[str, torch.Tensor] | None = None
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write weights (safetensors), config, generation config and tokenizer to `folder`, replacing what is there.
 
     Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half a model. `state_dict`
-    gives full weights gathered from elsewhere (a sharded model); by default they are the model's own.
+    gives full weights gathered from elsewhere (a sharded model); by default they are the model's own. `check` looks at what was written,
+    and raises to leave everything as it was.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -30,6 +36,8 @@ def save_model(
         _save_weights(fresh, model, state)
         tokenizer.save_pretrained(fresh)
         _sync(fresh)
+        if check is not None:
+            check(fresh)
         _swap(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -81,18 +81,19 @@ def _check_target(target: Path, source: Path, *, force: bool) -> None:
 
 
 def run_export(export: Export, tell: Callable[[str], None]) -> None:
-    """Write the folder and load it again with plain transformers. Raises RolemeshError when it cannot be written or is not the same to the
-    last bit; it is not left behind then."""
+    """Write the folder, and load it with plain transformers before it gets its name. Raises RolemeshError when it cannot be written or is
+    not the same to the last bit; what was there before stays then."""
     tell(f"reading {export.source / checkpoint.MODEL}")
     model, tokenizer = load_model(export.model, seed=0), load_tokenizer(export.model)
+
+    def compare(written: Path) -> None:
+        tell("loading it again with transformers, and comparing")
+        if wrong := differences(written, model, tokenizer, trust_remote_code=export.model.trust_remote_code):
+            raise RolemeshError(text=f"what would be {export.target} is not the model of {export.source}: {'; '.join(wrong[:5])}")
+
     count = sum(weight.numel() for weight in model.parameters())
     tell(f"writing {count:,} parameters in {export.model.dtype} to {export.target}")
     try:
-        save_model(export.target, model, tokenizer)
+        save_model(export.target, model, tokenizer, check=compare)
     except OSError as error:
         raise RolemeshError(text=f"{export.target} could not be written: {error}. What was there before is still there") from error
-    tell("loading it again with transformers, and comparing")
-    if wrong := differences(export.target, model, tokenizer, trust_remote_code=export.model.trust_remote_code):
-        shutil.rmtree(export.target)
-        some = "; ".join(wrong[:5])
-        raise RolemeshError(text=f"what was written to {export.target} is not the model of {export.source}, and was removed: {some}")

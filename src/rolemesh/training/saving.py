@@ -30,7 +30,9 @@ LOOK_SECONDS: Final = 0.05
 GRACE_SECONDS: Final = 60.0
 """How long a run that ends by an error waits for a save under way."""
 SMALL_FILES_BYTES: Final = 2**20
-"""Room for config, tokenizer, marks and the like, beside the tensors."""
+"""Room for config, marks and the like, beside tensors and tokenizer."""
+TOKEN_BYTES: Final = 160
+"""Room for one token of the vocabulary in the files of its tokenizer, rather too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Save:
     """By worker."""
     state: dict[str, Any]
     need: int
-    """Bytes of all tensors."""
+    """Bytes of everything, as estimated."""
     began: float
 
 
@@ -101,7 +103,8 @@ async def _begun(run: TrainingRun, began: float) -> Save:
     roles = checkpoint.roles_with_state(run.session.groups, warm_started=run.progress.warm_started)
     groups = {role: run.session.groups[role] for role in roles}
     checkpoint.clean(run.directory)
-    need = sum(await together(group.save_bytes() for group in groups.values()))
+    tensors = sum(await together(group.save_bytes() for group in groups.values()))
+    need = tensors + SMALL_FILES_BYTES + TOKEN_BYTES * len(run.session.tokenizer)
     _check_room(run.directory.checkpoints, need)
     folder = checkpoint.new_folder(run.directory, run.progress.step)
     ranks = [(role, rank) for role, group in groups.items() for rank in range(group.world_size)]
@@ -121,8 +124,7 @@ async def _begun(run: TrainingRun, began: float) -> Save:
 
 def _check_room(folder: Path, need: int) -> None:
     """Raise OSError naming the bytes where the file system has no room for a checkpoint."""
-    need += SMALL_FILES_BYTES
-    if (free := shutil.disk_usage(folder).free) < need + SMALL_FILES_BYTES:
+    if (free := shutil.disk_usage(folder).free) < need:
         raise OSError(f"no room in {folder}: the checkpoint needs {_bytes(need)}, {_bytes(free)} are free")
 
 

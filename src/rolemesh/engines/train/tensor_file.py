@@ -10,6 +10,7 @@ of other ranks over a network file system.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -71,8 +72,9 @@ class TensorFile:
 
     def snapshot(self) -> TensorFile:
         """The same with copies of the blocks in host memory, which later steps do not change."""
-        copies = {name: Block(block.part, block.tensor.to("cpu", copy=True)) for name, block in self._blocks.items()}
-        return TensorFile(copies, leads=self._leads)
+        found = copy.copy(self)
+        found._blocks = {name: Block(block.part, block.tensor.to("cpu", copy=True)) for name, block in self._blocks.items()}
+        return found
 
     def write(self, path: Path) -> None:
         """Write and sync this rank's blocks. The file is complete when all ranks have done so. Raises OSError."""
