@@ -93,7 +93,20 @@ COLUMNS: Final[dict[str, Column]] = _declare(
     ),
     Column(name="response_length", kind="int", producer="rollout", meaning="number of sampled tokens of response_ids"),
     Column(name="finish_reason", kind="string", producer="rollout", meaning="stop (end token), length (cut) or abort"),
-    Column(name="weight_version", kind="int", producer="rollout", meaning="version of the weights that sampled every token of the row"),
+    Column(
+        name="weight_version",
+        kind="int",
+        producer="rollout",
+        meaning="version of the weights that sampled the row; the oldest, if several did",
+    ),
+    Column(
+        name="weight_spans",
+        kind="string",
+        producer="rollout",
+        nullable=True,
+        optional=True,
+        meaning="JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
+    ),
     Column(name="engine", kind="string", producer="rollout", meaning="name of the engine that sampled the row"),
     Column(
         name="reward",

@@ -196,6 +196,8 @@ class RolloutConfig(Section):
     """Sample only among the k likeliest tokens; 0 means all, and must be 0 for training."""
     slots: Positive = 64
     """Sequences that one engine decodes side by side."""
+    deadline: PositiveFloat = 1800.0
+    """Seconds in which one of several rollout workers has to hand in some answers; then others get its prompts."""
 
 
 class RewardConfig(Section):

@@ -113,6 +113,13 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("actor/steps_skipped_nonfinite", "count", "actor", "optimizer steps left out because the gradient was not finite"),
     ("actor/steps_skipped_empty", "count", "actor", "optimizer steps left out because no token of the mini-batch had a weight above 0"),
     ("actor/tokens_trained", "tokens", "actor", "tokens with a weight above 0 in the loss, over all epochs"),
+    (
+        "rollout/requests/<replica>",
+        "samples",
+        "rollout",
+        "prompts that this one of several replicas was given, once for each answer asked for",
+    ),
+    ("rollout/tokens/<replica>", "tokens", "rollout", "tokens that this one of several replicas answered with"),
     ("rollout/logprob_gap_max", "nat", "actor", "largest gap of a token's log-probability between engine and trainer with equal weights"),
     ("weights/version", "count", "loop", "version of the policy at the end of the step; the answers of a row of samples name their own"),
     ("samples/drawn", "samples", "loop", "answers that were asked for"),

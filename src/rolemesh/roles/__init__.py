@@ -1,5 +1,5 @@
 """The roles: where workers meet engines, algorithms, rewards and weights."""
 
-from rolemesh.roles.table import ROLE_WORKERS, worker_class
+from rolemesh.roles.table import ROLE_GROUPS, ROLE_WORKERS, worker_class
 
-__all__ = ["ROLE_WORKERS", "worker_class"]
+__all__ = ["ROLE_GROUPS", "ROLE_WORKERS", "worker_class"]

@@ -21,7 +21,7 @@ READS = ("source", "prompt", "response", "answer", "task", "finish_reason")
 DETAILS = "extra/reward_details"
 """JSON of what the functions returned beside the score, and of errors: one column, so that every rank writes the same ones."""
 WRITES = ("reward", "reward_status", DETAILS)
-SAMPLE_COLUMNS = (*READS, *WRITES, "response_length", "weight_version", "engine", "advantage")
+SAMPLE_COLUMNS = (*READS, *WRITES, "response_length", "weight_version", "weight_spans", "engine", "advantage")
 
 
 class RewardWorker(Worker):

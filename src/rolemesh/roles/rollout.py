@@ -1,10 +1,12 @@
-"""The rollout: answers prompts with an inference engine that serves exactly one weight version."""
+"""The rollout: answers prompts with an inference engine that serves exactly one weight version. `rollout_manager.py` calls several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from rolemesh.batch import Batch
@@ -12,11 +14,17 @@ from rolemesh.config.schema import Config
 from rolemesh.engines.rollout import create_engine
 from rolemesh.errors import StaleWeights
 from rolemesh.models import load_model, load_tokenizer, stop_token_ids
-from rolemesh.protocols.engine import Completion, Request, RolloutEngine, Sampling
-from rolemesh.runtime import Worker, WorkerContext, register
+from rolemesh.protocols.engine import Completion, EngineHealth, Request, RolloutEngine, Sampling
+from rolemesh.runtime import Dispatch, Worker, WorkerContext, register
+from rolemesh.runtime.dispatch import collect_first, split_all
 from rolemesh.weights import WeightManifest, unpack
 
-WRITES = ("response_ids", "response", "rollout_logprobs", "response_length", "finish_reason", "weight_version", "engine")
+WRITES = (
+    *("response_ids", "response", "rollout_logprobs", "response_length", "finish_reason"),
+    *("weight_version", "weight_spans", "engine"),
+)
+ONE_REPLICA = Dispatch(name="one_replica", split=split_all, collect=collect_first)
+"""The same to all ranks of a replica, of which the first answers."""
 
 
 class RolloutWorker(Worker):
@@ -26,6 +34,8 @@ class RolloutWorker(Worker):
         super().__init__(context)
         self.config = config
         self.engine: RolloutEngine
+        self._round = ""
+        """Whose requests the engine has between two calls."""
 
     def load(self) -> None:
         """Build the engine. It generates only after weights were published to it."""
@@ -45,13 +55,16 @@ class RolloutWorker(Worker):
 
     @register(dispatch="all", mutates=True)
     def load_weights(self, manifest: WeightManifest, buffer: np.ndarray) -> int:
-        """Take over published weights; returns the version now held. Half-written buffers are refused and leave the engine refusing."""
+        """Take over published weights; returns the version now held. Half-written buffers are refused and leave the engine refusing.
+        Requests of a round that was given up end."""
+        self.engine.abort()
         self.engine.load_weights(unpack(manifest, buffer), manifest.version)
         return self.engine.weight_version
 
     @register(dispatch="all", mutates=True)
     def serve_folder(self, version: int) -> int:
         """Serve the weights of the model folder itself, where there is no actor to publish any (evaluation, generation)."""
+        self.engine.abort()
         model = load_model(self.config.model, seed=self.config.seed)
         self.engine.load_weights(model.named_parameters(), version)
         return self.engine.weight_version
@@ -59,23 +72,64 @@ class RolloutWorker(Worker):
     @register(dispatch="data_parallel", reads=("prompt_ids",), writes=WRITES)
     def generate(self, batch: Batch, *, version: int, temperature: float, seed: int) -> Batch:
         """Answer every row. Raises StaleWeights unless the engine holds exactly `version`."""
+        self.engine.abort()
+        self._add(batch, version, temperature, seed)
+        done = {completion.id: completion for completion in self._run(len(batch))}
+        return self._write([done[draw, sample] for draw, sample in batch.ids.tolist()])
+
+    @register(dispatch="data_parallel", reads=("prompt_ids",))
+    def take_on(self, batch: Batch, *, round: str, version: int, temperature: float, seed: int) -> None:
+        """Queue rows of a round, beside those that the engine has of it. What is left of another round ends. Raises StaleWeights unless
+        the engine holds exactly `version`."""
+        if round != self._round:
+            self.engine.abort()
+            self._round = round
+        self._add(batch, version, temperature, seed)
+
+    @register(dispatch=ONE_REPLICA, writes=WRITES)
+    def hand_in(self, *, round: str, at_least: int) -> Batch:
+        """Go on until so many of the rows taken on are answered, or all; returns these, in the order in which they ended. The others
+        stay in the engine."""
+        if round != self._round or not self.engine.unfinished:
+            raise RuntimeError(
+                f"round {round} has no request here; the engine has {self.engine.unfinished} of round {self._round or 'none'}"
+            )
+        return self._write(self._run(at_least))
+
+    @register(dispatch="all")
+    def health(self) -> EngineHealth:
+        """What the engine says of itself; see there."""
+        return self.engine.health()
+
+    @register(dispatch="all", mutates=True)
+    def sleep(self, keep_weights: bool) -> None:
+        """Give memory back until `wake`; rows that are not handed in end. Nothing is generated meanwhile."""
+        self.engine.abort()
+        self.engine.sleep(keep_weights=keep_weights)
+
+    @register(dispatch="all", mutates=True)
+    def wake(self) -> int:
+        """Bring the weights back; returns the version held, -1 if they have to be published."""
+        self.engine.wake()
+        return self.engine.weight_version
+
+    def _add(self, batch: Batch, version: int, temperature: float, seed: int) -> None:
         if self.engine.weight_version != version:
             where = f"{self.context.group} rank {self.context.rank}"
             raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
-        ids = [(int(draw), int(sample)) for draw, sample in batch.ids]
-        requests = [Request(id=row_id, prompt_ids=prompt) for row_id, prompt in zip(ids, batch.rows("prompt_ids"), strict=True)]
-        done = self._run(requests, self._sampling(temperature, seed))
-        return self._write(batch, [done[row_id] for row_id in ids])
+        rows = zip(batch.ids.tolist(), batch.rows("prompt_ids"), strict=True)
+        requests = [Request(id=(draw, sample), prompt_ids=prompt) for (draw, sample), prompt in rows]
+        self.engine.add(requests, self._sampling(temperature, seed))
 
-    def _run(self, requests: list[Request], sampling: Sampling) -> dict[tuple[int, int], Completion]:
-        """All answers by id. Leaves nothing behind in the engine, also when it fails."""
-        done: dict[tuple[int, int], Completion] = {}
-        self.engine.add(requests, sampling)
+    def _run(self, at_least: int) -> list[Completion]:
+        """Answers, in the order in which they ended. Leaves nothing behind in the engine when it fails."""
+        done: list[Completion] = []
         try:
-            while self.engine.unfinished:
-                done |= {completion.id: completion for completion in self.engine.step()}
-        finally:
+            while self.engine.unfinished and len(done) < at_least:
+                done += self.engine.step()
+        except BaseException:
             self.engine.abort()
+            raise
         return done
 
     def _sampling(self, temperature: float, seed: int) -> Sampling:
@@ -89,23 +143,30 @@ class RolloutWorker(Worker):
             top_k=rollout.top_k,
         )
 
-    def _write(self, batch: Batch, completions: list[Completion]) -> Batch:
+    def _write(self, completions: Sequence[Completion]) -> Batch:
         lengths = [len(completion.token_ids) for completion in completions]
         for completion, length in zip(completions, lengths, strict=True):
             self.metrics.mean("response_length/cut_share", completion.finish_reason == "length")
             self.metrics.max("response_length/max", length)
             self.metrics.min("response_length/min", length)
-        return batch.select([]).with_columns(
+        return Batch.from_columns(
             {
+                "draw": np.array([completion.id[0] for completion in completions], dtype=np.int64),
+                "sample": np.array([completion.id[1] for completion in completions], dtype=np.int64),
                 "response_ids": [completion.token_ids for completion in completions],
                 "response": self._texts(completion.token_ids for completion in completions),
                 "rollout_logprobs": [completion.logprobs for completion in completions],
                 "response_length": np.array(lengths, dtype=np.int64),
                 "finish_reason": [completion.finish_reason for completion in completions],
                 "weight_version": np.array([completion.weight_version for completion in completions], dtype=np.int64),
+                "weight_spans": pa.array([_spans(completion) for completion in completions], pa.large_string()),
                 "engine": [self.engine.name] * len(completions),
             }
         )
 
     def _texts(self, token_ids: Iterable[list[int]]) -> list[str]:
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+
+
+def _spans(completion: Completion) -> str | None:
+    return json.dumps(completion.spans) if len(completion.spans) > 1 else None

@@ -10,7 +10,8 @@ from typing import Any, Final
 from rolemesh import names, registry
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError
-from rolemesh.runtime import Worker
+from rolemesh.roles.rollout_manager import RolloutManager
+from rolemesh.runtime import Worker, WorkerGroup
 from rolemesh.runtime.worker import registered_methods
 
 ROLE_WORKERS: Final[dict[str, str]] = {
@@ -21,6 +22,9 @@ ROLE_WORKERS: Final[dict[str, str]] = {
     names.CRITIC: "rolemesh.roles.critic:CriticWorker",
 }
 """As import paths: a process loads what it serves, and the one that scores answers needs no torch."""
+
+ROLE_GROUPS: Final[dict[str, type[WorkerGroup]]] = {names.ROLLOUT: RolloutManager}
+"""What serves a role on the controller where that is more than a plain group."""
 
 REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     names.ACTOR: ("update", "publish", "save", "restore"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Called:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
     """One finished call of a group, for whoever observes: controller wall time in seconds (backend clock) and the ranks' replies, each
-    with the name of its process."""
+    with the name of its process. Where the call was made in pieces a process has several."""
 
     id: str
     group: str
@@ -99,6 +100,14 @@ class CallRecord:
     replies: tuple[Reply, ...]
     processes: tuple[str, ...]
     metrics: Metrics
+
+    @property
+    def busy(self) -> float:
+        """Seconds of work of the process that worked longest, without waiting for other roles of it."""
+        seconds: dict[str, float] = defaultdict(float)
+        for reply, process in zip(self.replies, self.processes, strict=True):
+            seconds[process] += reply.ended - reply.started
+        return max(seconds.values(), default=0.0)
 
     @property
     def spans(self) -> list[Span]:

@@ -53,6 +53,14 @@ def _observe_nothing(record: CallRecord) -> None:
     """Default observer."""
 
 
+def _tell_nobody(text: str) -> None:
+    """Default for `tell`."""
+
+
+async def _moved_nowhere() -> None:
+    """Default for `moved`."""
+
+
 @dataclass(slots=True)
 class WorkerGroup:
     """Workers of one class, rank i in `bundles[i]` of the pool. Subclass it to add calls of your own.
@@ -75,6 +83,10 @@ class WorkerGroup:
     store: StoreLink | None = None
     """The way to the run's KV store, for workers that use it."""
     observer: Callable[[CallRecord], None] = _observe_nothing
+    tell: Callable[[str], None] = _tell_nobody
+    """Hears what the group does of its own accord, and what a user should know."""
+    moved: Callable[[], Awaitable[None]] = _moved_nowhere
+    """Called after a rank has got another process."""
     generation: int = field(default=0, init=False)
     _joined: bool = field(default=False, init=False)
     """The ranks have a communicator that was not cut."""
@@ -214,6 +226,7 @@ class WorkerGroup:
         self._joined = False
         await self._create(rank, deadline)
         await self._load(rank, retries=0)
+        await self.moved()
 
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
@@ -314,6 +327,10 @@ class WorkerGroup:
             processes=tuple([process.spec.name for process in called.processes.values()]),
             metrics=metrics,
         )
+        self._observe(record)
+
+    def _observe(self, record: CallRecord) -> None:
+        """A call has been made. Subclasses may put several together."""
         self.observer(record)
 
     # -- waiting and failing --------------------------------------------------------------------------------------------------

@@ -166,6 +166,10 @@ class Pool:
         """A group has a worker in this bundle's process; `restore(deadline)` makes it again in a new process."""
         self._tenants.setdefault(bundle, {})[group] = restore
 
+    def tenants(self, bundle: int) -> frozenset[str]:
+        """Groups that have a worker in this bundle's process."""
+        return frozenset(self._tenants.get(bundle, ()))
+
     async def replace(self, bundle: int, deadline: float) -> None:
         """Kill the process of a bundle, start a new one and restore the workers of all groups in it; on a spare bundle, if its node is
         gone. Raises ResourceError when there is none that would do."""

@@ -56,6 +56,10 @@ class PoolView:
         pool, place = self.places[bundle]
         pool.move_in(place, group, restore)
 
+    def tenants(self, bundle: int) -> frozenset[str]:
+        pool, place = self.places[bundle]
+        return pool.tenants(place)
+
     async def replace(self, bundle: int, deadline: float) -> None:
         pool, place = self.places[bundle]
         await pool.replace(place, deadline)

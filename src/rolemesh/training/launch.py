@@ -286,7 +286,8 @@ async def open_run(
             display.note(meeting_points(prepared.plan, config.cluster.interface))
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
-            observer=recorder.observe, announce=recorder.announce, roles=roles, journal=journal, taken=taken,
+            observer=recorder.observe, announce=recorder.announce, warn=recorder.note, roles=roles,
+            journal=journal, taken=taken,
         )  # fmt: skip
         async with session:
             run = TrainingRun(

@@ -51,7 +51,7 @@ class Recorder:
     def observe(self, record: CallRecord) -> None:
         """Take in a finished call of a group: its time, metrics and spans. Its time is that of its slowest rank at work; waiting for
         other roles of the same process does not count."""
-        self._times[f"{record.group}/{record.method}"] += max((reply.ended - reply.started for reply in record.replies), default=0.0)
+        self._times[f"{record.group}/{record.method}"] += record.busy
         self.metrics.merge(record.metrics)
         self._tracer.write([*record.spans, self._controller_span(f"{record.group}.{record.method}", record.ended - record.started)])
 

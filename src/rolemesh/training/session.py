@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -17,7 +18,7 @@ from rolemesh.observe import Journal
 from rolemesh.plan.build import KV_STORE
 from rolemesh.plan.schema import NodeInfo, Plan
 from rolemesh.protocols.backend import Report
-from rolemesh.roles import worker_class
+from rolemesh.roles import ROLE_GROUPS, worker_class
 from rolemesh.runtime import Backend, CallRecord, Deadlines, KvStore, Pool, ResourceGuard, WorkerGroup, kept_alive, together
 from rolemesh.training.pools import Announce, TakenOver, bundle_of, planned_nodes, planned_pools, take_over
 
@@ -28,6 +29,10 @@ T = TypeVar("T")
 LOAD_RETRIES = 1
 SLOW_SECONDS = 10.0
 """A stage of the start that takes longer says so often what its workers do."""
+
+
+def _warn_nobody(text: str) -> None:
+    """Tasks without a display have nobody to warn."""
 
 
 class Session:
@@ -48,6 +53,7 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         observer: Callable[[CallRecord], None],
         announce: Announce,
+        warn: Callable[[str], None] = _warn_nobody,
         roles: Sequence[str] | None = None,
         journal: Journal | None = None,
         taken: TakenOver | None = None,
@@ -55,7 +61,7 @@ class Session:
         """`taken`: pools that were taken over already, under the journal's epoch."""
         self.config, self.plan, self.backend, self.tokenizer = config, plan, backend, tokenizer
         self.published_version: int | None = None
-        self._announce, self._observer, self._journal = announce, observer, journal
+        self._announce, self._warn, self._observer, self._journal = announce, warn, observer, journal
         self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
         self._run_id = run_id
@@ -72,7 +78,7 @@ class Session:
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
         deadlines = self.config.deadlines
-        return WorkerGroup(
+        return ROLE_GROUPS.get(role, WorkerGroup)(
             role,
             worker_class(role, self.config),
             self.pools[workers[0].pool],
@@ -84,6 +90,8 @@ class Session:
             run_dir=str(self._run_dir or ""),
             store=self.kv.link,
             observer=self._observer,
+            tell=self._warn,
+            moved=partial(self.register, role),
         )
 
     # -- life -----------------------------------------------------------------------------------------------------------------

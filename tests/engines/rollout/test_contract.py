@@ -6,9 +6,10 @@ import pytest
 import torch
 from rollout_models import VOCABULARY, drain, generate, make_model, make_requests, sampling
 
-from rolemesh.engines.rollout import create_engine
+from rolemesh.engines.rollout import check_engine, create_engine
+from rolemesh.engines.rollout.fake import FakeEngine
 from rolemesh.errors import ConfigError, StaleWeights
-from rolemesh.protocols.engine import Request
+from rolemesh.protocols.engine import EngineHealth, Request
 
 ENGINES = {
     "fake": ("fake", "llama", False),
@@ -51,6 +52,7 @@ def shared(make):
 def loaded(shared):
     """An idle engine with weights of version 3; tests that load others make their own."""
     shared.abort()
+    shared.resume()
     return shared
 
 
@@ -158,12 +160,186 @@ def test_F05_weights_do_not_change_under_running_requests(make):
     engine.load_weights(model.named_parameters(), 0)
     engine.add(make_requests(6), sampling())
     engine.step()
-    with pytest.raises(ValueError, match="6 requests of weight version 0 are unfinished"):
+    running = engine.health().running
+    assert 1 <= running <= 4
+    with pytest.raises(ValueError, match=f"{running} requests of weight version 0 are running"):
         engine.load_weights(model.named_parameters(), 1)
+    with pytest.raises(ValueError, match=r"in_flight must be one of .*, got 'keep'"):
+        engine.load_weights(model.named_parameters(), 1, in_flight="keep")
     assert engine.weight_version == 0
     assert {completion.weight_version for completion in drain(engine)} == {0}
-    engine.load_weights(model.named_parameters(), 1)
+    assert engine.load_weights(model.named_parameters(), 1) == []
     assert engine.weight_version == 1
+
+
+def test_answers_that_go_on_over_a_change_of_weights_are_labelled_token_by_token(make):
+    engine, model = make()
+    requests = make_requests(3, samples=2, longest=2)
+    engine.load_weights(model.named_parameters(), 0)
+    expected = generate(engine, requests, sampling())
+    engine.add(requests, sampling())
+    for _ in range(4):
+        engine.step()
+    tokens = engine.health().tokens
+    engine.load_weights(other(model), 5, in_flight="resume")
+    done = {completion.id: completion for completion in drain(engine)}
+    assert set(done) == set(expected)
+    old = 0
+    for id, completion in done.items():
+        assert [(span.start, span.stop) for span in completion.spans] in ([(0, 12)], [(0, cut(completion)), (cut(completion), 12)])
+        assert completion.weight_version == completion.spans[0].version
+        assert [span.version for span in completion.spans] in ([5], [0, 5])
+        before = cut(completion) if completion.weight_version == 0 else 0
+        assert completion.token_ids[:before] == expected[id].token_ids[:before]
+        old += before
+    assert {completion.weight_version for completion in done.values()} == {0, 5}, "what had not begun is wholly of the new weights"
+    assert old == tokens - 6 * 12
+    if engine.name != "fake":  # which knows nothing, whatever its weights
+        assert any(done[id].token_ids != expected[id].token_ids for id in done)
+
+
+def test_sequences_that_go_on_keep_what_was_computed_for_them(make):
+    engine, model = make()
+    requests = make_requests(3, samples=2)
+    engine.load_weights(model.named_parameters(), 0)
+    expected = generate(engine, requests, sampling())
+    engine.add(requests, sampling())
+    for _ in range(4):
+        engine.step()
+    engine.load_weights(model.named_parameters(), 1, in_flight="resume")  # equal weights: nothing may change
+    done = {completion.id: completion for completion in drain(engine)}
+    assert {len(completion.spans) for completion in done.values()} == {1, 2}
+    assert {id: completion.token_ids for id, completion in done.items()} == {id: before.token_ids for id, before in expected.items()}
+
+
+def cut(completion):
+    """Where the first span ends."""
+    return completion.spans[0].stop
+
+
+def other(model):
+    return [(name, parameter + 0.3 * torch.sin(7 * parameter)) for name, parameter in model.named_parameters()]
+
+
+def test_answers_can_end_at_a_change_of_weights(make):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 0)
+    engine.add(make_requests(6, longest=1), sampling())
+    for _ in range(3):
+        engine.step()
+    running = engine.health().running
+    ended = engine.load_weights(model.named_parameters(), 1, in_flight="abort")
+    assert len(ended) == running
+    assert {(completion.finish_reason, completion.weight_version) for completion in ended} == {("abort", 0)}
+    assert all(completion.token_ids for completion in ended)
+    rest = drain(engine)
+    assert len(rest) == 6 - running
+    assert {(completion.finish_reason, completion.weight_version) for completion in rest} == {("length", 1)}
+
+
+def test_F04_nothing_computed_by_old_weights_is_used_for_a_new_request(make):
+    engine, model = make()
+    requests = make_requests(1, samples=2)
+    engine.load_weights(model.named_parameters(), 0)
+    engine.add(requests[:1], sampling())
+    engine.step()  # the prompt may be remembered from here on
+    engine.load_weights(other(model), 1, in_flight="resume")
+    engine.add(requests[1:], sampling())
+    found = {completion.id: completion for completion in drain(engine)}[requests[1].id]
+    fresh, _ = make()
+    fresh.load_weights(other(model), 1)
+    expected = generate(fresh, requests[1:], sampling())[requests[1].id]
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_a_reset_prefix_cache_changes_no_answer(loaded):
+    requests = make_requests(2, samples=2)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests[:3], sampling())
+    loaded.step()
+    loaded.reset_prefix_cache()
+    loaded.add(requests[3:], sampling())
+    assert {completion.id: completion.token_ids for completion in drain(loaded)} == {id: done.token_ids for id, done in expected.items()}
+
+
+def test_a_paused_engine_takes_requests_and_does_nothing(loaded):
+    requests = make_requests(5)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests[:3], sampling())
+    loaded.step()
+    loaded.pause()
+    loaded.add(requests[3:], sampling())
+    before = loaded.health()
+    assert (before.state, before.queued + before.running) == ("paused", 5)
+    assert [loaded.step() for _ in range(20)] == [[]] * 20
+    assert loaded.health() == before
+    loaded.resume()
+    assert {completion.id: completion.token_ids for completion in drain(loaded)} == {id: done.token_ids for id, done in expected.items()}
+
+
+def test_a_drained_engine_has_nothing_in_flight_and_keeps_its_queue(make):
+    engine, model = make()
+    with pytest.raises(StaleWeights):
+        engine.drain()
+    engine.load_weights(model.named_parameters(), 0)
+    engine.add(make_requests(7, longest=1), sampling())
+    engine.step()
+    begun = engine.health().running
+    assert begun < 7
+    done = engine.drain()
+    assert {(completion.finish_reason, completion.weight_version) for completion in done} == {("length", 0)}
+    health = engine.health()
+    assert (len(done), health.state, health.queued, health.running) == (begun, "paused", 7 - begun, 0)
+    engine.load_weights(model.named_parameters(), 1)  # the way to a new version without a mixed answer, and without an aborted one
+    engine.resume()
+    assert [completion.weight_version for completion in drain(engine)] == [1] * (7 - begun)
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_F01_a_sleeping_engine_serves_nothing_and_wakes_with_its_own_weights_or_none(make, keep_weights):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 3)
+    requests = make_requests(4, samples=2)
+    expected = generate(engine, requests, sampling())
+    engine.add(requests, sampling())
+    engine.step()
+    with pytest.raises(ValueError, match="are running; drain or abort them"):
+        engine.sleep(keep_weights=keep_weights)
+    engine.abort()
+    for _ in range(2):
+        engine.sleep(keep_weights=keep_weights)
+    engine.add(requests, sampling())
+    assert (engine.weight_version, engine.health().state) == (-1, "asleep")
+    with pytest.raises(StaleWeights, match="asleep"):
+        engine.step()
+    with pytest.raises(ValueError, match="asleep"):
+        engine.load_weights(model.named_parameters(), 4)
+    for _ in range(2):
+        engine.wake()
+    if not keep_weights:
+        assert (engine.weight_version, engine.health().state) == (-1, "empty")
+        with pytest.raises(StaleWeights, match="holds weight version -1"):
+            engine.step()
+        engine.load_weights(model.named_parameters(), 3)
+    assert (engine.weight_version, engine.health().state) == (3, "serving")
+    found = {completion.id: completion for completion in drain(engine)}
+    assert {id: (done.token_ids, done.logprobs, done.spans) for id, done in found.items()} == {
+        id: (done.token_ids, done.logprobs, done.spans) for id, done in expected.items()
+    }
+
+
+def test_health_counts_what_is_there(make):
+    engine, model = make()
+    assert engine.health() == EngineHealth(state="empty", weight_version=-1, queued=0, running=0, tokens=0)
+    engine.add(make_requests(5, longest=1), sampling())
+    assert engine.health() == EngineHealth(state="empty", weight_version=-1, queued=5, running=0, tokens=0)
+    engine.load_weights(model.named_parameters(), 2)
+    engine.step()
+    health = engine.health()
+    assert (health.state, health.weight_version, health.queued + health.running, health.tokens) == ("serving", 2, 5, health.running)
+    tokens = sum(len(completion.token_ids) for completion in drain(engine))
+    assert engine.health() == EngineHealth(state="serving", weight_version=2, queued=0, running=0, tokens=tokens)
 
 
 def test_negative_versions_are_refused(loaded):
@@ -248,3 +424,19 @@ def test_engines_are_found_by_name_or_import_path():
     assert create_engine("rolemesh.engines.rollout.fake:FakeEngine", None, **settings).name == "fake"
     with pytest.raises(ConfigError, match=r"rollout.engine.*Did you mean 'builtin'"):
         create_engine("buildin", None, **settings)
+
+
+class RawEngine(FakeEngine):
+    """Its log-probabilities would be those of T=1."""
+
+    logprobs_kind = "raw"
+
+
+def test_D16_an_engine_with_other_logprobs_than_the_trainers_is_refused():
+    for refused in (
+        lambda: check_engine(f"{__name__}:RawEngine"),
+        lambda: create_engine(f"{__name__}:RawEngine", None, slots=1, max_prompt_tokens=2, max_response_tokens=2),
+    ):
+        with pytest.raises(ConfigError, match=r"after temperature over all tokens.*RawEngine gives 'raw' ones"):
+            refused()
+    check_engine("builtin")

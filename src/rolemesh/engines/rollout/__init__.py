@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rolemesh.errors import ConfigError
 from rolemesh.protocols.engine import RolloutEngine
 from rolemesh.registry import check_call, resolve
 
@@ -19,15 +20,29 @@ SETTINGS: Final = ("slots", "max_prompt_tokens", "max_response_tokens", "determi
 
 def create_engine(name: str, model: Any, **settings: Any) -> RolloutEngine:
     """An engine by name or import path. `model` is the engine's own copy of the policy, whose parameters it overwrites; `settings` are
-    those of `SETTINGS`. Raises ConfigError for an unknown name."""
+    those of `SETTINGS`. Raises ConfigError for an unknown name, and for an engine whose log-probabilities are not the trainer's."""
     engine: RolloutEngine = resolve(name, ENGINES, subject="rollout.engine")(model, **settings)
+    _check_logprobs(name, engine)
     return engine
+
+
+def _check_logprobs(name: str, engine: Any) -> None:
+    kind = getattr(engine, "logprobs_kind", "unstated")
+    if kind != "after_temperature":
+        raise ConfigError.one(
+            "rollout.engine",
+            "log-probabilities must be those after temperature over all tokens, which training compares with its own",
+            f"{name} gives {kind!r} ones",
+            "Set up the engine to give these (vLLM: logprobs_mode=processed_logprobs, without top-k and top-p)",
+        )
 
 
 def check_engine(name: str) -> None:
     """Raise ConfigError unless there is an engine of this name that can be made as `create_engine` makes it. Makes none."""
     found = resolve(name, ENGINES, subject="rollout.engine")
     called = f"{name}(model, {', '.join(f'{setting}=...' for setting in SETTINGS)})"
+    if hasattr(found, "logprobs_kind"):  # a function that makes engines has none
+        _check_logprobs(name, found)
     check_call(found, [None], dict.fromkeys(SETTINGS), subject="rollout.engine", name=name, called=called)
 
 

@@ -7,6 +7,10 @@ Fast mode batches as it likes; logits then differ in their last bits with the co
 operation a shape that depends on the request alone (one-by-one prefill, decoding blocks of a fixed number of rows over all columns),
 so that with counter-based sampling an answer is the same, bit for bit, in any order, beside any neighbours, on any number of engines,
 and on the fast path with any number of slots.
+
+Sequences can go on over a change of weights: they keep the keys and values that the old ones made, as if the prompt and the tokens so
+far had been read by the old weights. In deterministic mode such an answer depends only on its request, the weights, and the number of
+tokens that it had when they changed; that number depends on when the weights came.
 """
 
 from __future__ import annotations
@@ -20,15 +24,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rolemesh.engines.rollout.checks import check_load, check_requests
+from rolemesh.engines.rollout.checks import check_requests
 from rolemesh.engines.rollout.fast import FastRunner, why_not_fast
 from rolemesh.engines.rollout.generic import GenericRunner
+from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import ParameterTable
 from rolemesh.engines.rollout.rows import Pending, RowTable
 from rolemesh.engines.rollout.runner import Runner, context_limit, largest_gap, vocabulary_size
 from rolemesh.engines.rollout.sampling import choose
-from rolemesh.errors import StaleWeights
-from rolemesh.protocols.engine import Completion, Request, Sampling
+from rolemesh.protocols.engine import Completion, Request, Sampling, WeightSpan
 
 _log = logging.getLogger(__name__)
 _ADMIT_SHARE = 4
@@ -37,15 +41,14 @@ _LARGEST_GAP = 1e-3
 _VERIFIED_TOKENS = 12
 
 
-class BuiltinEngine:
+class BuiltinEngine(Lifecycle):
     """A RolloutEngine (see `protocols/engine.py`) over `model`, a causal language model of transformers whose parameters it overwrites.
 
     `slots` is the number of sequences decoded side by side. Requests longer than `max_prompt_tokens` or asking for more than
     `max_response_tokens` are refused. Where the model's context ends first, the answer ends with finish_reason `length`.
     Raises ValueError for a model that it can't run correctly and for settings that don't fit."""
 
-    name: str = "builtin"
-    sampling_kind: Literal["counter", "seeded"] = "counter"
+    name = "builtin"
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class BuiltinEngine:
         deterministic: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
+        super().__init__()
         for setting, value in (("slots", slots), ("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens)):
             if value < 1:
                 raise ValueError(f"{setting} must be at least 1, got {value}")
@@ -77,7 +81,6 @@ class BuiltinEngine:
         self._queue: deque[Pending] = deque()
         self._rows = RowTable(slots, max_response_tokens, self._vocabulary, self._device)
         self._held: set[tuple[int, int]] = set()
-        self._version = -1
 
     def _make_runner(self, columns: int, deterministic: bool) -> Runner:
         """The fast runner if it knows the architecture and agrees with the model's own forward, else the generic one, which must."""
@@ -104,21 +107,32 @@ class BuiltinEngine:
         return _LARGEST_GAP if self._model.dtype == torch.float32 else 0.05 * largest
 
     @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
     def unfinished(self) -> int:
         return len(self._held)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See the protocol. Refused (ValueError, nothing changed) while requests are unfinished, so that every answer comes from one
-        version; requests that wait for a first version are no obstacle."""
-        check_load(version, holds=self._version, unfinished=len(self._held))
-        self._version = -1
+    def _running(self) -> list[tuple[int, int]]:
+        return self._rows.ids
+
+    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._parameters.load(weights)
+        self._runner.refresh(keep_rows=self._rows.count > 0)
+
+    def _release(self, *, keep_weights: bool) -> None:
+        self._runner.release()
+        if keep_weights:
+            self._model.to("cpu")
+        else:
+            self._parameters.drop()
+
+    def _reclaim(self, *, kept: bool) -> None:
+        if kept:
+            self._model.to(self._device)
+        else:
+            self._parameters.restore(self._device)
         self._runner.refresh()
-        self._version = version
+
+    def reset_prefix_cache(self) -> None:
+        self._runner.forget()
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """See the protocol. Raises ValueError, and queues nothing, if any request or setting can't be served."""
@@ -138,11 +152,9 @@ class BuiltinEngine:
             self._held.add(request.id)
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
-        """See the protocol. Raises FloatingPointError when the weights give logits that are not finite."""
-        if self._version < 0:
-            raise StaleWeights(where=f"rollout engine {self.name!r}", holds=self._version, asked=0)
-        taken = self._take()
+    def _advance(self, *, admit: bool) -> list[Completion]:
+        """Raises FloatingPointError when the weights give logits that are not finite."""
+        taken = self._take() if admit else []
         if taken:
             return self._admit(taken)
         if self._rows.count:
@@ -175,8 +187,10 @@ class BuiltinEngine:
         """Sample a token for each row from `first` on, and take out the rows that end with it."""
         tokens, logprobs = choose(logits, self._rows.numbers(first), self._rows.settings(first))
         done = self._rows.record(first, tokens.cpu().numpy(), logprobs.cpu().numpy(), self._version)
+        self._tokens += len(tokens)
         return self._remove(done) if len(done) else []
 
+    @torch.inference_mode()
     def _remove(self, rows: np.ndarray[Any, np.dtype[np.int64]], reason: Literal["abort"] | None = None) -> list[Completion]:
         completions = [self._rows.completion(row, self._version, reason) for row in rows.tolist()]
         self._held.difference_update(completion.id for completion in completions)
@@ -193,4 +207,5 @@ class BuiltinEngine:
         waiting = [pending.id for pending in self._queue if pending.id in chosen]
         self._queue = deque(pending for pending in self._queue if pending.id not in chosen)
         self._held.difference_update(waiting)
-        return ended + [Completion(id=id, token_ids=[], logprobs=[], finish_reason="abort", weight_version=self._version) for id in waiting]
+        none = (WeightSpan(self._version, 0, 0),)
+        return ended + [Completion(id=id, token_ids=[], logprobs=[], finish_reason="abort", spans=none) for id in waiting]

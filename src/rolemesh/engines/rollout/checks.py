@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from rolemesh.protocols.engine import Request, Sampling
+from rolemesh.protocols.engine import InFlight, Request, Sampling
 
 
 def check_requests(
@@ -38,14 +38,18 @@ def check_requests(
             raise ValueError(f"request {request.id}: token ids must be within [0, {vocabulary})")
 
 
-def check_load(version: int, *, holds: int, unfinished: int) -> None:
-    """Raises ValueError when weights may not change now: every answer comes from one version. Requests that wait for a first version
-    (`holds` is -1) are no obstacle."""
+def check_load(version: int, *, holds: int, running: int, in_flight: InFlight, able: Collection[InFlight], asleep: bool) -> None:
+    """Raises ValueError when weights may not change now. `able` are the values of `in_flight` that the engine has."""
     if version < 0:
         raise ValueError(f"a weight version is at least 0, got {version}")
-    if unfinished and holds >= 0:
+    if asleep:
+        raise ValueError(f"the engine is asleep; wake it before loading version {version}")
+    if in_flight not in able:
+        raise ValueError(f"this engine's in_flight must be one of {', '.join(sorted(able))}, got {in_flight!r}")
+    if running and in_flight == "refuse":
         raise ValueError(
-            f"{unfinished} requests of weight version {holds} are unfinished; finish or abort them before loading version {version}"
+            f"{running} requests of weight version {holds} are running; drain or abort them before loading version {version}, "
+            "or say with in_flight what becomes of them"
         )
 
 

@@ -1,5 +1,5 @@
 """A rollout engine that needs no model, for tests of everything above the engines. It keeps the whole contract of
-`protocols/engine.py` (versions, refusals, one token a step, aborts) and passes the same contract suite as the real ones."""
+`protocols/engine.py` (versions, refusals, one token a step, aborts, pauses, sleep) and passes the same contract suite as the real ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rolemesh.engines.rollout.checks import check_load, check_requests
+from rolemesh.engines.rollout.checks import check_requests
+from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import ParameterTable
 from rolemesh.engines.rollout.sampling import uniforms
-from rolemesh.errors import StaleWeights
-from rolemesh.protocols.engine import Completion, Request, Sampling
+from rolemesh.protocols.engine import Completion, Request, Sampling, WeightSpan
 
 Answer = Callable[[Request, Sampling], tuple[Sequence[int], Sequence[float]]]
 """The canned answer to a request: token ids, and a log-probability each."""
@@ -27,18 +27,26 @@ class _Running:
     sampling: Sampling
     tokens: list[int]
     logprobs: list[float]
+    spans: list[WeightSpan]
     shown: int = 0
     """Tokens that steps have produced so far."""
 
+    def show(self, version: int) -> None:
+        last = self.spans[-1] if self.spans else None
+        start = last.start if last and last.version == version else self.shown
+        if last and last.version == version:
+            self.spans.pop()
+        self.shown += 1
+        self.spans.append(WeightSpan(version, start, self.shown))
 
-class FakeEngine:
+
+class FakeEngine(Lifecycle):
     """Without `answer` it is a model that knows nothing: every token has the same probability (greedy takes token 0).
 
     With a `model`, weights are checked against its parameters and copied into it; without, any weights are taken and the vocabulary
     has `vocabulary` tokens. `deterministic` and `device` are those of other engines and change nothing here."""
 
-    name: str = "fake"
-    sampling_kind: Literal["counter", "seeded"] = "counter"
+    name = "fake"
 
     def __init__(
         self,
@@ -52,15 +60,15 @@ class FakeEngine:
         vocabulary: int = 64,
         answer: Answer | None = None,
     ) -> None:
+        super().__init__()
         del deterministic, device
         self._parameters = ParameterTable(model) if model is not None else None
         self._vocabulary = int(model.config.vocab_size) if model is not None else vocabulary  # type: ignore[union-attr, arg-type]
         self._slots = slots
         self._max_prompt, self._max_response = max_prompt_tokens, max_response_tokens
         self._answer = answer or self._knows_nothing
-        self._running: dict[tuple[int, int], _Running] = {}
-        """Insertion order is the order of service: the first `slots` run, the others wait."""
-        self._version = -1
+        self._held: dict[tuple[int, int], _Running] = {}
+        """Insertion order is the order of service: those that have begun run, the others wait."""
 
     def _knows_nothing(self, request: Request, sampling: Sampling) -> tuple[list[int], list[float]]:
         numbers = uniforms(sampling.seed, [request.id[0]], [request.id[1]], sampling.max_new_tokens)[0]
@@ -68,31 +76,38 @@ class FakeEngine:
         return tokens, [-math.log(self._vocabulary)] * len(tokens)
 
     @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
     def unfinished(self) -> int:
-        return len(self._running)
+        return len(self._held)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        check_load(version, holds=self._version, unfinished=len(self._running))
-        self._version = -1
+    def _running(self) -> list[tuple[int, int]]:
+        return [id for id, running in self._held.items() if running.shown]
+
+    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._parameters is not None:
             self._parameters.load(weights)
-        self._version = version
+
+    def _release(self, *, keep_weights: bool) -> None:
+        if self._parameters is not None and not keep_weights:
+            self._parameters.drop()
+
+    def _reclaim(self, *, kept: bool) -> None:
+        if self._parameters is not None and not kept:
+            self._parameters.restore(torch.device("cpu"))
+
+    def reset_prefix_cache(self) -> None:
+        pass  # nothing is computed for a prompt
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         check_requests(
             requests,
             sampling,
-            held=self._running,
+            held=self._held,
             vocabulary=self._vocabulary,
             max_prompt_tokens=self._max_prompt,
             max_response_tokens=self._max_response,
             context=self._max_prompt + self._max_response,
         )
-        self._running.update({request.id: self._start(request, sampling) for request in requests})
+        self._held.update({request.id: self._start(request, sampling) for request in requests})
 
     def _start(self, request: Request, sampling: Sampling) -> _Running:
         tokens, logprobs = self._answer(request, sampling)
@@ -103,27 +118,26 @@ class FakeEngine:
                 f"canned answer to {request.id} has {len(tokens)} tokens and {len(logprobs)} log-probabilities; it needs a "
                 f"log-probability each, and a stop token or {sampling.max_new_tokens} tokens"
             )
-        return _Running(request=request, sampling=sampling, tokens=list(tokens[:length]), logprobs=list(logprobs[:length]))
+        return _Running(request=request, sampling=sampling, tokens=list(tokens[:length]), logprobs=list(logprobs[:length]), spans=[])
 
-    def step(self) -> list[Completion]:
-        if self._version < 0:
-            raise StaleWeights(where=f"rollout engine {self.name!r}", holds=self._version, asked=0)
-        active = list(self._running.values())[: self._slots]
+    def _advance(self, *, admit: bool) -> list[Completion]:
+        active = [running for running in self._held.values() if admit or running.shown][: self._slots]
         for running in active:
-            running.shown += 1
+            running.show(self._version)
+        self._tokens += len(active)
         return [self._end(running) for running in active if running.shown == len(running.tokens)]
 
     def _end(self, running: _Running, reason: Literal["abort"] | None = None) -> Completion:
-        del self._running[running.request.id]
+        del self._held[running.request.id]
         stopped = running.tokens[-1] in running.sampling.stop_token_ids
         return Completion(
             id=running.request.id,
             token_ids=running.tokens[: running.shown],
             logprobs=running.logprobs[: running.shown],
             finish_reason=reason or ("stop" if stopped else "length"),
-            weight_version=self._version,
+            spans=tuple(running.spans) or (WeightSpan(self._version, 0, 0),),
         )
 
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
-        chosen = set(self._running if ids is None else ids)
-        return [self._end(running, "abort") for id, running in list(self._running.items()) if id in chosen]
+        chosen = set(self._held if ids is None else ids)
+        return [self._end(running, "abort") for id, running in list(self._held.items()) if id in chosen]

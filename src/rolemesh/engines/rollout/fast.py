@@ -117,17 +117,13 @@ class FastRunner:
         self._columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
         self._length = np.zeros(self._rows, np.int64)
         self._turns = self._rotary_table(model)
-        # one row more: the keys and values of the remembered prompt
-        self._cache = torch.zeros(
-            (config.num_hidden_layers, 2, self._rows + 1, self._kv_heads, self._columns, self._head_dim), dtype=self._dtype, device=device
-        )
+        self._cache = torch.empty(0)  # allocated when it is first needed
         self._blocks: dict[tuple[int, int], tuple[_Scratch, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]] = {}
         self._places = self._first_places()
         self._column = torch.arange(self._columns, device=device)
         self._remembered: tuple[Prompt, torch.Tensor] | None = None
         self._layers: list[_Layer] = []
         self.refresh()
-        self._decode_scratch = self._scratch(self._rows)
 
     def _rotary_table(self, model: Any) -> torch.Tensor:
         """exp(i * angle), shape [columns, head_dim / 2], from the model's own module, so that scaled variants are honoured."""
@@ -146,14 +142,31 @@ class FastRunner:
     # -- weights
 
     @torch.inference_mode()
-    def refresh(self) -> None:
-        self._remembered = None
-        self._cache.zero_()
+    def refresh(self, *, keep_rows: bool = False) -> None:
+        self.forget()
+        if not keep_rows:
+            self._cache.zero_()
         body = self._model.model
         self._layers = [self._fuse(layer) for layer in body.layers]
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
         self._head = self._model.lm_head.weight.detach().t()
+
+    def forget(self) -> None:
+        self._remembered = None
+
+    def release(self) -> None:
+        self.forget()
+        self._blocks.clear()
+        self._layers.clear()
+        self._cache = self._embedding = self._final_norm = self._head = torch.empty(0)
+        del self._decode_scratch
+
+    def _allocate(self) -> None:
+        # one row more: the keys and values of the remembered prompt
+        shape = (len(self._layers), 2, self._rows + 1, self._kv_heads, self._columns, self._head_dim)
+        self._cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._decode_scratch = self._scratch(self._rows)
 
     def _fuse(self, layer: Any) -> _Layer:
         a, m = layer.self_attn, layer.mlp
@@ -222,6 +235,8 @@ class FastRunner:
     # -- prefill
 
     def prefill(self, prompts: Sequence[Prompt], copies: Sequence[int], first: int, remember: Prompt) -> torch.Tensor:
+        if not self._cache.numel():
+            self._allocate()
         logits = []
         for start, stop in self._passes(prompts):
             group, counts = prompts[start:stop], copies[start:stop]

@@ -32,7 +32,14 @@ class GenericRunner:
         """Row of the model's batch in which each row of the engine lives; rows that ended stay in the batch."""
         self._batch = 0
 
-    def refresh(self) -> None:
+    def refresh(self, *, keep_rows: bool = False) -> None:
+        if not keep_rows:
+            self._cache = None
+
+    def forget(self) -> None:
+        pass  # no prompt is remembered
+
+    def release(self) -> None:
         self._cache = None
 
     def prefill(self, prompts: Sequence[Prompt], copies: Sequence[int], first: int, remember: Prompt) -> torch.Tensor:

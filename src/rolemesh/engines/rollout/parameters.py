@@ -17,6 +17,17 @@ class ParameterTable:
             name: parameter for name, parameter in module.named_parameters(remove_duplicate=False) if name not in self._parameters
         }
 
+    def drop(self) -> None:
+        """Free the memory; `restore` takes it again."""
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    def restore(self, device: torch.device) -> None:
+        """Memory for all parameters, with anything in it: they have to be loaded."""
+        for name, parameter in self._parameters.items():
+            parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=device)
+
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy `weights` in. Raises ValueError for an unknown, doubled or missing name, a wrong shape, or two values of a tied one;

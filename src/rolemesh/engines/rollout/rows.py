@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rolemesh.engines.rollout.sampling import RowSettings, uniforms
-from rolemesh.protocols.engine import Completion, Sampling
+from rolemesh.protocols.engine import Completion, Sampling, WeightSpan
 
 Rows = npt.NDArray[np.int64]
 
@@ -36,6 +36,7 @@ class RowTable:
         self._all = np.arange(slots)
         self._tokens = np.zeros((slots, longest), np.int64)
         self._logprobs = np.zeros((slots, longest), np.float32)
+        self._versions = np.zeros((slots, longest), np.int64)
         self._numbers = np.zeros((slots, longest), np.float64)
         self._length = np.zeros(slots, np.int64)
         self._limit = np.zeros(slots, np.int64)
@@ -45,7 +46,7 @@ class RowTable:
         self._stop_set = np.zeros(slots, np.int64)
         self._ids = np.zeros((slots, 2), np.uint64)
         self._arrays = (
-            *(self._tokens, self._logprobs, self._numbers, self._length, self._limit, self._temperature),
+            *(self._tokens, self._logprobs, self._versions, self._numbers, self._length, self._limit, self._temperature),
             *(self._top_p, self._top_k, self._stop_set, self._ids),
         )
         self._stop_sets: dict[tuple[int, ...], int] = {}
@@ -121,12 +122,17 @@ class RowTable:
         where = self._all[rows], self._length[rows]
         self._tokens[where] = tokens
         self._logprobs[where] = logprobs
+        self._versions[where] = version
         self._length[rows] += 1
         ended = self._stops[self._stop_set[rows], tokens] | (self._length[rows] >= self._limit[rows])
         return np.flatnonzero(ended) + first
 
     def _id(self, row: int) -> tuple[int, int]:
         return int(self._ids[row, 0]), int(self._ids[row, 1])
+
+    @property
+    def ids(self) -> list[tuple[int, int]]:
+        return [self._id(row) for row in range(self.count)]
 
     def find(self, ids: Collection[tuple[int, int]]) -> Rows:
         return np.array([row for row in range(self.count) if self._id(row) in ids], np.int64)
@@ -140,7 +146,7 @@ class RowTable:
             token_ids=self._tokens[row, :length].tolist(),
             logprobs=self._logprobs[row, :length].tolist(),
             finish_reason=reason or ("stop" if stopped else "length"),
-            weight_version=version,
+            spans=_spans(self._versions[row, :length]) if length else (WeightSpan(version, 0, 0),),
         )
 
     def remove(self, rows: Rows) -> tuple[Rows, Rows]:
@@ -154,3 +160,10 @@ class RowTable:
         self.count = left
         self._settings = None
         return to, source
+
+
+def _spans(versions: npt.NDArray[np.int64]) -> tuple[WeightSpan, ...]:
+    """Runs of equal versions; a row has at least one token."""
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    stops = [*starts[1:], len(versions)]
+    return tuple(WeightSpan(int(versions[start]), start, stop) for start, stop in zip(starts, stops, strict=True))

@@ -23,8 +23,17 @@ class Runner(Protocol):
     joins: bool
     """Whether `prefill` may add rows beside running ones, of any prompt length. If not: only to an empty batch, of equal lengths."""
 
-    def refresh(self) -> None:
-        """The parameters changed: take them over and forget everything computed with the old ones."""
+    def refresh(self, *, keep_rows: bool = False) -> None:
+        """The parameters changed: take them over and forget everything computed with the old ones, but for keys and values of rows that
+        are to go on."""
+        ...
+
+    def forget(self) -> None:
+        """Forget the remembered prompt."""
+        ...
+
+    def release(self) -> None:
+        """Free all memory, also that of parameters taken over; `refresh` takes them over again."""
         ...
 
     def prefill(self, prompts: Sequence[Prompt], copies: Sequence[int], first: int, remember: Prompt) -> torch.Tensor:
