@@ -36,6 +36,7 @@ HOMES = {
     "vllm": ("engines/rollout/vllm",),
     "sglang": ("engines/rollout/sglang",),
     "transformers": ("models/", "engines/"),
+    "peft": ("models/lora.py",),
     "tensorboard": ("observe/sinks.py",),
     "reasoning_gym": ("data/", "rewards/"),
     "math_verify": ("rewards/",),
@@ -47,7 +48,7 @@ NAMED_ONLY = {"transformers", "torch"}
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
 LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
-    *(f"models/{module}.py" for module in ("load", "save", "tokenizer", "verify")),
+    *(f"models/{module}.py" for module in ("load", "lora", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
     *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "taker", "trained")),
 )

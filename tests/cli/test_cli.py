@@ -135,12 +135,13 @@ def test_init_writes_a_recipe_that_plans_and_refuses_to_overwrite(tmp_path: Path
 def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "gone")
     told = {"run": run.name, "state": "running", "pid": 2**22 + 1, "step": 3, "steps": 9, "phase": "step", "workers": []}
-    run.write_status(told | {"memory": {"actor": {"weights": 3 * 2**20, "gradients": 2**20, "asleep": 0}}})
+    run.write_status(told | {"memory": {"actor": {"weights": 3 * 2**20, "gradients": 2**20, "asleep": 0}, "ref": {"weights": 0}}})
     done = answered(tmp_path, "status", "--json")
     assert json.loads(done.stdout)["state"] == "dead"
     shown = answered(tmp_path, "status", run.name).stdout
     assert "step 3 of 9" in shown
     assert "memory of actor: weights 3.0 MiB, gradients 1.0 MiB" in shown
+    assert "memory of ref: none of its own" in shown
     assert answered(tmp_path, "status", "nothing").returncode == 2
 
 

@@ -54,6 +54,21 @@ def test_divergence_needs_a_reference_model(check, name):
     assert check(*given, "roles.ref.pool=main") == {}
 
 
+def test_an_adapter_is_not_split_over_a_row_of_ranks(check):
+    split = ("roles.actor.tensor_parallel=2", "pools.main.nodes=[2]")
+    problem = check(*split, "model.lora.rank=8")["roles.actor.tensor_parallel"]
+    assert "must be 1 with model.lora" in problem.need
+    assert check(*split) == {}
+    assert check("model.lora.rank=8", "model.lora.target_modules=[q_proj]") == {}
+
+
+def test_offloading_needs_somebody_to_leave_the_devices_to(check):
+    apart = ("trainer.offload=true", "pools={a: {}, b: {}}", "roles={actor: {pool: a}, rollout: {pool: b}, reward: {pool: b}}")
+    problem = check(*apart)["trainer.offload"]
+    assert problem.free == "actor in pool a, rollout in pool b"
+    assert check("trainer.offload=true") == {}
+
+
 def test_adaptive_coefficient_needs_one_to_start_from(check):
     assert list(check("algorithm.kl_target=0.1")) == ["algorithm.kl_target"]
     assert check("algorithm.kl_target=0.1", "algorithm.kl_coefficient=0.1", "roles.ref.pool=main") == {}

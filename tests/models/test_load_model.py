@@ -5,13 +5,19 @@ import logging
 import os
 import socket
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from rolemesh.batch import Batch
 from rolemesh.config.schema import ModelConfig
+from rolemesh.engines.rollout import create_engine
+from rolemesh.engines.train import OptimizerSettings, Scorer, TrainEngine
 from rolemesh.errors import ConfigError
 from rolemesh.models import check_weights, load_model, load_tokenizer, open_weights, save_model
+from rolemesh.protocols.engine import Request, Sampling
 
 TINY = ModelConfig()
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 512
@@ -42,6 +48,49 @@ def test_tiny_has_about_a_million_parameters_and_sdpa():
     assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.3e6
     assert model.config._attn_implementation == "sdpa"
     assert not model.training
+
+
+def capped(tmp_path, tokenizer) -> tuple[ModelConfig, Gemma2ForCausalLM]:
+    """A folder with a model that caps the scores of its attention low, and transformers' own eager one."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        initializer_range=0.5, attn_logit_softcapping=0.5, sliding_window=4, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    save_model(tmp_path / "capped", model, tokenizer)
+    return ModelConfig(path=str(tmp_path / "capped")), model
+
+
+def test_caps_of_attention_scores_are_kept_in_training_scoring_and_generation(tmp_path, tokenizer):
+    config, own = capped(tmp_path, tokenizer)
+    prompt, answer = TOKENS[0, :7].tolist(), TOKENS[0, 7:].tolist()
+    with torch.no_grad():
+        expected = own(input_ids=TOKENS[:1]).logits[0, 6:-1].log_softmax(-1)[torch.arange(5), TOKENS[0, 7:]].numpy()
+    rows = Batch.from_columns({"draw": [0], "sample": [0], "prompt_ids": [prompt], "response_ids": [answer]})
+    settings = {"optimizer": OptimizerSettings(learning_rate=1e-3), "micro_batch_tokens": 64}
+    (trained,) = TrainEngine(load_model(config, seed=0), **settings).logprobs(rows, 1.0)
+    (scored,) = Scorer(load_model(config, seed=0), micro_batch_tokens=64).logprobs(rows, 1.0)
+    assert np.abs(trained - expected).max() < 1e-5
+    assert np.array_equal(scored, trained)
+    opened = open_weights(config)
+    assert opened is not None
+    assert opened[0].config._attn_implementation == "eager"
+    engine = create_engine("builtin", load_model(config, seed=0), slots=2, max_prompt_tokens=8, max_response_tokens=8)
+    engine.load_weights(own.named_parameters(), 1)
+    engine.add([Request(id=(0, 0), prompt_ids=prompt)], Sampling(temperature=1.0, max_new_tokens=5, stop_token_ids=(), seed=3))
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    ids = torch.tensor([prompt + done[0].token_ids])
+    with torch.no_grad():
+        expected = own(input_ids=ids).logits[0, 6:-1].log_softmax(-1)[torch.arange(5), ids[0, 7:]].numpy()
+    assert np.abs(np.array(done[0].logprobs) - expected).max() < 1e-5
+    own.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        without = own(input_ids=ids).logits[0, 6:-1].log_softmax(-1)[torch.arange(5), ids[0, 7:]].numpy()
+    assert np.abs(without - expected).max() > 0.01, "the caps of this model change nothing"
 
 
 def test_seed_alone_decides_the_first_weights():

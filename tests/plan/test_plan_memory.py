@@ -78,6 +78,35 @@ def test_critic_and_reference_have_formats_of_their_own():
     assert ("ref", "optimizer") not in found
 
 
+def test_an_adapter_alone_has_gradients_and_moments_and_the_reference_below_it_takes_nothing():
+    roles = {name: {} for name in ("actor", "rollout", "ref", "critic", "reward")}
+    plain = lines(build_plan(config(roles=roles), inventory(), FACTS))
+    plan = build_plan(config(roles=roles, model={"lora": {"rank": 2}}), inventory(), FACTS)
+    found = lines(plan)
+    # Of each of three layers: queries 8 -> 20 and 20 -> 8, keys and values 8 -> 10, three of the MLP 8 -> 16 or back.
+    adapter = 3 * 2 * (2 * (8 + 20) + 2 * (8 + 10) + 3 * (8 + 16))
+    assert plan.derived["trained_parameters"] == adapter
+    assert found["actor", "weights"] == 4 * (1000 + adapter)
+    assert (found["actor", "gradients"], found["actor", "optimizer"]) == (4 * adapter, 8 * adapter)
+    assert found["actor", "activations"] == 50 * 3 * (58 * 20 + 16 * 16 + 28 * 2)
+    assert {line: count for line, count in found.items() if line[0] == "ref"} == {("ref", "weights"): 0}
+    assert all(found[line] == plain[line] for line in plain if line[0] in ("critic", "rollout"))
+    assert found["actor", "copy while saving"] == (4 * (1000 + adapter) + 8 * adapter) / 2
+    apart = {**roles, "ref": {"pool": "other"}}
+    own = build_plan(config(roles=apart, pools={"main": {"nodes": [2]}, "other": {"nodes": [1]}}, model={"lora": {}}), inventory(), FACTS)
+    assert lines(own, 1)["ref", "weights"] == 4 * 1000
+
+
+def test_models_that_sleep_take_memory_of_the_node():
+    trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50, "offload": True}
+    here = lines(build_plan(config(trainer=trainer), inventory(), FACTS))
+    assert ("actor", "asleep") not in here, "on a CPU they stay where they are"
+    gpus = inventory(gpus=2, gpu_memory_bytes=80 * GIB)
+    plan = build_plan(config(trainer=trainer, pools={"main": {"nodes": [2], "gpus": 1}}), gpus, FACTS)
+    (asleep,) = [line for line in plan.memory[0].lines if line.what == "asleep"]
+    assert (asleep.role, asleep.bytes, asleep.on_gpu) == ("actor", 12 * 1000, False)
+
+
 def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
     assert found["actor", "weights"] == 4000
@@ -97,6 +126,9 @@ def test_sharded_and_split_models_are_held_in_parts():
     assert found["actor", "gathered"] == 2 * 4 * (333 + 2 * 88) + 4 * 333
     # 16 rows of 10 tokens over 4 ranks: 40 tokens; of three layers the inputs, of one all that it keeps.
     assert found["actor", "activations"] == 40 * (4 * 3 * 20 + 58 * 20 + 16 * 16)
+    with_ref = {"actor": {}, "rollout": {}, "reward": {}, "ref": {}}
+    found = lines(build_plan(config(trainer=trainer, roles=with_ref, pools={"main": {"nodes": [4]}}), inventory(), FACTS))
+    assert (found["ref", "weights"], found["ref", "gathered"]) == (1000, 2 * 4 * (333 + 2 * 88))
     split = {"actor": {"tensor_parallel": 2}, "rollout": {}, "reward": {}}
     found = lines(build_plan(config(roles=split, pools={"main": {"nodes": [4]}}), inventory(), FACTS))
     assert found["actor", "weights"] == 2000

@@ -88,13 +88,15 @@ async def first_step(run: TrainingRun) -> dict[str, Any]:
         pytest.param("ppo", TWO, id="ppo-two", marks=pytest.mark.slow),
         pytest.param("ppo", SHARDED, id="ppo-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ROWS, id="ppo-rows-sharded", marks=pytest.mark.slow),
+        pytest.param("adapter", SHARDED, id="adapter-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ALL_SPLIT, id="ppo-split"),
     ],
 )
 def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algorithm: str, layout: tuple[str, ...]) -> None:
     """Samples and rewards are equal to the bit, values, log-probabilities and gradients to 1e-5 of the largest."""
     settings = ("deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "trainer.prompts_per_step=8")
-    settings += (*PPO, "algorithm.kl_in=reward") if algorithm == "ppo" else ()
+    settings += (*PPO, "algorithm.kl_in=reward") if algorithm != "grpo" else ()
+    settings += ("model.lora.rank=4", "trainer.offload=true") if algorithm == "adapter" else ()
     found = {}
     for name, placed in {"one": ONE, "several": layout}.items():
         config = small(tmp_path / name, *settings, *placed)
@@ -118,13 +120,14 @@ def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algori
 
 
 @pytest.mark.slow
-def test_a_sharded_run_from_a_folder_goes_on_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "algorithm"), [(ROWS_OF_ACTOR, ()), (ROWS, PPO)], ids=["grpo", "ppo"])
+def test_a_sharded_run_from_a_folder_goes_on_as_one_process(tmp_path: Path, layout: tuple[str, ...], algorithm: tuple[str, ...]) -> None:
     """Two rows of two ranks, sharded: weights are read in parts, published and saved from parts; one process resumes it."""
     save_model(tmp_path / "model", load_model(ModelConfig(), seed=1), load_tokenizer(ModelConfig()))
     settings = (f"model.path={tmp_path / 'model'}", "deterministic=true", "reward=[{name: 'test_layouts:length_reward'}]", "sft=null")
-    settings += ("trainer.learning_rate=1e-4", "trainer.save_every=1")
+    settings += ("trainer.learning_rate=1e-4", "trainer.save_every=1", *algorithm)
     alone = run_training(small(tmp_path / "alone", *settings, *ONE, "trainer.steps=3"), Quiet())
-    run_training(small(tmp_path / "parts", *settings, *ROWS_OF_ACTOR), Quiet())
+    run_training(small(tmp_path / "parts", *settings, *layout), Quiet())
     run = only_run(tmp_path / "parts")
     trained = [row for row in rows(run) if "reward/mean" in row]
     memory = {name: value for name, value in trained[-1].items() if name.startswith("memory/actor/")}

@@ -21,8 +21,9 @@ def balance(weights: Weights, parts: int) -> list[NDArray[np.int64]]:
     """Spread items over `parts` so that the sums of weights are near each other; positions [.] of each part, ascending.
 
     Longest processing time first (R. Graham, "Bounds on multiprocessing timing anomalies", 1969), then moves and swaps between
-    the heaviest and the lightest part while they narrow the gap. Equal weights give counts as equal as possible
-    (9 over 4 -> 3, 2, 2, 2). With at least `parts` items no part is empty; with fewer items the last parts are.
+    the heaviest and the lightest part while they narrow the gap: as near as by largest differencing (Karmarkar and Karp), and the best
+    there is more often for few items. Equal weights give counts as equal as possible (9 over 4 -> 3, 2, 2, 2). With at least `parts`
+    items no part is empty; with fewer items the last parts are.
     Raises BatchError for negative or non-finite weights, or fewer than 1 part.
     """
     array = _checked(weights, parts)

@@ -96,7 +96,9 @@ def _show_status(found: dict[str, Any], console: Console) -> None:
     if found["workers"]:
         console.print(table)
     for role, parts in found.get("memory", {}).items():
-        console.print(f"memory of {role}: " + ", ".join(f"{what} {size(count)}" for what, count in parts.items() if count))
+        console.print(
+            f"memory of {role}: " + (", ".join(f"{what} {size(count)}" for what, count in parts.items() if count) or "none of its own")
+        )
     for pool in found.get("pools", []):
         held = [f"{one['who']} holds slots {', '.join(map(str, one['slots']))} for {one['seconds']:.1f} s" for one in pool["holders"]]
         waits = [f"{one['who']} has waited for {one['slots']:g} for {one['seconds']:.1f} s" for one in pool["waiting"]]

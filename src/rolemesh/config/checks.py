@@ -19,7 +19,7 @@ from rolemesh.config.pool_checks import check_pools, check_roles
 from rolemesh.config.schema import Config
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import CRITIC, REF
+from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
 from rolemesh.registry import is_import_path, nearest
 
 LONGEST_NAME: Final = 64
@@ -146,6 +146,13 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         )
     yield from _critic(config)
     yield from _reference(config)
+    if config.model.lora is not None and ACTOR in config.roles and config.roles[ACTOR].tensor_parallel > 1:
+        yield Problem(
+            subject="roles.actor.tensor_parallel",
+            need="must be 1 with model.lora: adapters are not split over a row of ranks",
+            free=str(config.roles[ACTOR].tensor_parallel),
+            remedy="Set roles.actor.tensor_parallel=1; trainer.sharding=fsdp divides the model too",
+        )
 
 
 def _critic(config: Config) -> Iterator[Problem]:
@@ -251,6 +258,14 @@ def _around(value: int, valid: list[int]) -> str:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     trainer = config.trainer
+    pools = {name: role.pool for name, role in config.roles.items()}
+    if trainer.offload and pools.get(ACTOR) != pools.get(ROLLOUT):
+        yield Problem(
+            subject="trainer.offload",
+            need="needs actor and rollout in one pool: elsewhere the actor's devices are its own",
+            free=f"actor in pool {pools.get(ACTOR)}, rollout in pool {pools.get(ROLLOUT)}",
+            remedy="Set trainer.offload=false, or name one pool for both",
+        )
     if any(not 0 <= beta < 1 for beta in trainer.betas):
         yield Problem(
             subject="trainer.betas",

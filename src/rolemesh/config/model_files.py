@@ -66,6 +66,12 @@ class ModelFacts:
         """Parameters without a separate output layer, and with one number out: a critic's."""
         return self.parameters - (0 if self.tied else self.vocab * self.hidden) + self.hidden + 1
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of an adapter of all linear layers: rank * (inputs + outputs) of each. Fewer when it has fewer layers."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + query) + 2 * (self.hidden + key_value)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.mlp_width))
+
     @property
     def layer_parameters(self) -> int:
         """Parameters that every token is multiplied with: active ones without embeddings and output layer."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from rolemesh.config.schema import Config, PoolConfig, RoleConfig
 from rolemesh.errors import Problem
-from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REWARD, ROLLOUT
+from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.registry import nearest
 
 REQUIRED_ROLES: Final = (ACTOR, ROLLOUT, REWARD)
@@ -134,7 +134,7 @@ def check_roles(config: Config) -> Iterator[Problem]:
                 free=str(role.processes),
                 remedy=f"Set roles.{REWARD}.processes instead",
             )
-        if config.backend == "local" and name in (ACTOR, CRITIC) and role.workers != "auto" and role.workers > 1:
+        if config.backend == "local" and name in (ACTOR, CRITIC, REF) and role.workers != "auto" and role.workers > 1:
             yield Problem(
                 subject=f"roles.{name}.workers",
                 need="backend local runs one process, so this role has one worker",

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from rolemesh.names import ACTOR, REF
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -24,6 +26,17 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
     short: ClassVar[str | None] = None
     """Option that a text stands for: where a list of such sections is due, a text means one section with this option alone."""
+
+
+class LoraConfig(Section):
+    """A low-rank adapter (LoRA), trained in place of the model's own weights. Without dropout, which would part trainer and engine."""
+
+    rank: Positive = 16
+    """Rank of the adapter's matrices."""
+    alpha: Positive = 32
+    """The adapter's part is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Linear layers that get one, by name or last part of it (`[q_proj, v_proj]`); `all-linear` takes all but the output layer."""
 
 
 class ModelConfig(Section):
@@ -40,6 +53,8 @@ class ModelConfig(Section):
     """Number format of the weights where they are served; where they are trained, of matrix products on float32 weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Off unless you know its author."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the actor's weights. A reference in the actor's pool is then the actor without it."""
 
 
 class SourceConfig(Section):
@@ -260,12 +275,14 @@ class TrainerConfig(Section):
     packing: bool = True
     """Rows of a pass lie one behind the other, without padding, where the model can do so; changes speed, never the gradient."""
     sharding: Literal["none", "fsdp"] = "none"
-    """What data-parallel workers of actor and critic hold: each the whole model, or each a part of weights, gradients and moments, gathered
-    layer by layer (FSDP2)."""
+    """What data-parallel workers of actor, critic and ref hold: each the whole model, or each a part of weights, gradients and moments,
+    gathered layer by layer (FSDP2)."""
     activation_checkpointing: bool = False
     """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
     bucket_mib: Positive = 64
     """MiB of a bucket in which weights are published to other processes; a node's shared memory holds two."""
+    offload: bool = False
+    """Models under training are moved to host memory while other roles use their devices, and back when it is their turn."""
     learning_rate: NotNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NotNegative = 0
@@ -363,3 +380,11 @@ class Config(Section):
     sft: SftConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @property
+    def ref_is_actor(self) -> bool:
+        """The reference is the actor without its adapter, served by the same workers: it has no model of its own."""
+        actor, ref = self.roles.get(ACTOR), self.roles.get(REF)
+        if self.model.lora is None or actor is None or ref is None:
+            return False
+        return actor.pool == ref.pool and actor.worker is None and ref.worker is None

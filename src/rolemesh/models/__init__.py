@@ -12,11 +12,13 @@ from rolemesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rolemesh.models.load import check_weights, load_config, load_model, open_weights
+    from rolemesh.models.lora import check_lora
     from rolemesh.models.prompts import encode_prompt
     from rolemesh.models.save import save_description, save_model
     from rolemesh.models.tokenizer import load_tokenizer, stop_token_ids
 
 __all__ = [
+    "check_lora",
     "check_weights",
     "encode_prompt",
     "load_config",
@@ -33,6 +35,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "load": ("check_weights", "load_config", "load_model", "open_weights"),
+            "lora": ("check_lora",),
             "prompts": ("encode_prompt",),
             "save": ("save_description", "save_model"),
             "tokenizer": ("load_tokenizer", "stop_token_ids"),

@@ -7,7 +7,7 @@ import json
 import logging
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -52,6 +52,11 @@ def _gguf_config(files: ModelFiles, changed: int) -> PreTrainedConfig:
     return _read_config(files)
 
 
+def attention(config: PreTrainedConfig) -> str:
+    """The attention that a model computes rightly with: `sdpa`, which knows no caps of its scores and would leave them out, or `eager`."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
 def load_model(model: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> PreTrainedModel:
     """A causal language model in eval mode, without dropout in any mode, in `model.dtype` on `device`.
 
@@ -73,7 +78,7 @@ def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     # Drawn in float32 whatever the final format, so that formats differ by rounding only.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention(config))
 
 
 def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -85,7 +90,7 @@ def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> P
             **files.for_transformers,
             config=config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=attention(config),
             use_safetensors=None if files.gguf else True,
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
@@ -104,7 +109,7 @@ def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFil
         found = f"{len(packed)} weights in blocks: {_some(packed)}"
         raise ConfigError.one("model.path", f"{files.main} must be unpacked to be trained", found, "Use the model in Hugging Face format")
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype, attn_implementation="sdpa")
+        plain = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype, attn_implementation=attention(config))
     for name, module in plain.named_modules():  # what no weight file holds, such as the frequencies of rotary positions
         for key, value in module._buffers.items():
             if value is not None:
@@ -114,15 +119,15 @@ def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFil
     return plain
 
 
-def open_weights(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """A model in `model.dtype` without contents, and its weights by name as they lie in the files, of which parts can be read: safetensors'
-    slices. None where loading does more than reading: for built-in models, GGUF files, code of the folder's own, and files whose names
-    are not the model's. Raises ConfigError as `load_model`."""
+def open_weights(model: ModelConfig, kind: type = AutoModelForCausalLM) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """A model of that kind in `model.dtype` without contents, and its weights by name as they lie in the files, of which parts can be read:
+    safetensors' slices. None where loading does more than reading: for built-in models, GGUF files, code of the folder's own, and files
+    whose names are not the model's. Raises ConfigError as `load_model`."""
     if model.path in BUILTIN_MODELS or model.trust_remote_code or (files := model_files(model.path)).gguf:
         return None
     config = load_config(model)
     with init_empty_weights(include_buffers=False):
-        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype), attn_implementation="sdpa").eval()
+        empty = cast(Any, kind).from_config(config, dtype=getattr(torch, model.dtype), attn_implementation=attention(config)).eval()
     empty.tie_weights()  # registering a parameter made another one of it
     try:
         opened: list[Any] = [safe_open(file, framework="pt") for file in _weight_files(files.folder)]

@@ -148,8 +148,9 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     (
         "memory/<role>/<what>",
         "bytes",
-        "actor, critic",
-        "largest rank's tensors after the last update: `weights`, `gradients` and `optimizer` on its device, `asleep` in host memory",
+        "actor, critic, ref",
+        "most that the largest rank's tensors took in the step: `weights`, `gradients` and `optimizer` on its device while it worked, "
+        "`asleep` in host memory while others did (`trainer.offload`); of ref its `weights`, 0 when it is the actor without its adapter",
     ),
     ("checkpoint/stall_seconds", "s", "loop", "time that training waited for a checkpoint, in a row of its own with the step it is of"),
     ("checkpoint/seconds", "s", "loop", "time from the beginning of a save until its checkpoint was complete"),

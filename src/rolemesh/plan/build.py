@@ -10,7 +10,7 @@ from typing import Final
 from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.names import ACTOR, CRITIC, REWARD, ROLLOUT
+from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
@@ -122,12 +122,18 @@ def _pool_plan(config: Config, name: str, placement: Placement, shares: Shares) 
 
 def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Problem]) -> Iterator[WorkerPlan]:
     """Rank i of the role in slot i."""
-    asked = config.roles[role].workers
-    count = len(pool.slots) if asked == "auto" else asked
-    if asked == "auto" and config.backend == "local" and role in (ACTOR, CRITIC):
-        count = 1  # one process cannot form a communicator
+    count = _slot_count(config, role, pool)
     if count > len(pool.slots):
         problems.append(too_many_workers(role, pool.name, count, len(pool.slots)))
+    if role == REF and config.ref_is_actor and count != (actors := _slot_count(config, ACTOR, pool)):
+        problems.append(
+            Problem(
+                subject="roles.ref.workers",
+                need=f"must be the {actors} of the actor: with model.lora the reference is the actor without its adapter",
+                free=str(count),
+                remedy="Set roles.ref.workers=auto, or give the reference a pool and so a model of its own",
+            )
+        )
     for slot in pool.slots[:count]:
         yield WorkerPlan(
             role=role,
@@ -152,6 +158,16 @@ def _routed(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator
 
 def _place_of(worker: WorkerPlan) -> Place:
     return Place((worker.pool, worker.slot), worker.node)
+
+
+def _slot_count(config: Config, role: str, pool: PoolPlan) -> int:
+    asked = config.roles[role].workers
+    if asked != "auto":
+        return asked
+    if role == REF and config.ref_is_actor:
+        return _slot_count(config, ACTOR, pool)
+    alone = config.backend == "local" and role in (ACTOR, CRITIC, REF)  # one process cannot form a communicator
+    return 1 if alone else len(pool.slots)
 
 
 def _process_workers(config: Config, role: str, placement: Placement, shares: Shares) -> Iterator[WorkerPlan]:
@@ -276,6 +292,8 @@ def _derived(
         derived["steps_per_epoch"] = round((config.data.train[0].size or config.data.size) / trainer.prompts_per_step, 2)
     if facts is not None:
         derived["parameters"] = facts.parameters
+        if config.model.lora is not None:
+            derived["trained_parameters"] = facts.adapter_parameters(config.model.lora.rank)
     beside = [worker for role in PROCESS_ROLES for worker in workers.get(role, ())]
     slots = [slot for pool in pools.values() for slot in (*pool.slots, *pool.spares)]
     derived |= {

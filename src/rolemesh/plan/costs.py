@@ -168,15 +168,19 @@ def _score(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work:
 
 
 def _update(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work:
-    """Forward and twice that backward; with the output layer once more. AdamW reads and writes 28 bytes a parameter."""
+    """Forward and twice that backward, or once where only an adapter is trained; with the output layer once more. AdamW reads and writes
+    28 bytes a trained parameter."""
     samples, prompt, response = _lengths(config)
     trainer = config.trainer
     rows, steps = samples / workers * trainer.epochs, trainer.minibatches * trainer.epochs
     passes = max(float(steps), rows * (prompt + response) / micro_batch_tokens(config, workers))
-    flops = 3 * _forward(facts, rows, prompt, response, heads=0)
+    lora = config.model.lora if role == ACTOR else None
+    trained = facts.parameters if lora is None else facts.adapter_parameters(lora.rank)
+    flops = (3 if lora is None else 2) * _forward(facts, rows, prompt, response, heads=0)
     if role == ACTOR:
         flops += 4 * rows * 2.0 * facts.vocab * facts.hidden * response
-    return _Work(flops=flops, bytes=(3 * passes * 4.0 + steps * 28.0) * facts.parameters, passes=3 * passes)
+    moved = 3 * passes * 4.0 * facts.parameters + steps * 28.0 * trained
+    return _Work(flops=flops, bytes=moved, passes=3 * passes)
 
 
 def _reward(config: Config, workers: list[WorkerPlan]) -> Stage:

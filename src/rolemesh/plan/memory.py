@@ -2,25 +2,28 @@
 
 Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
 workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
-bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor and critic what one
-rank holds of them, when a row of ranks splits the model or a column shards it):
+bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor, critic and ref what
+one rank holds of them, when a row of ranks splits the model or a column shards it), of which Q are trained (all; of an actor with an
+adapter of rank r those of the adapter, which P counts too):
 
 | what | bytes | who |
 |---|---|---|
 | weights | 4 P; P b | actor, critic, ref; rollout |
-| gathered | while sharded: two blocks with embedding and head in the format of products, and one block of gradients | actor, critic |
+| gathered | while sharded: two blocks with embedding and head in the format of products; with a block of gradients | actor, critic, ref |
 | bfloat16 copies | 2 P, kept by autocast from forward to backward; none in float32 | actor, critic |
-| gradients | 4 P, one flat vector | actor, critic |
-| optimizer | 8 P: two float32 moments of AdamW | actor, critic |
+| gradients | 4 Q, one flat vector | actor, critic |
+| optimizer | 8 Q: two float32 moments of AdamW | actor, critic |
 | activations | T layers (58 w + 16 i); in bfloat16 T layers (52 w + 8 i): what one block keeps for its backward pass | actor, critic |
+| activations | 28 T layers r more, of the inner sides of an adapter | actor |
 | activations | T (40 w + 12 i): one block, nothing is kept | ref |
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
-| copy while saving | 12 of all parameters over all ranks, in host memory, with `trainer.async_save`: weights and moments | actor, critic |
+| copy while saving | (4 P + 8 Q of all ranks) / ranks, in host memory, with `trainer.async_save`: weights and moments | actor, critic |
 | copy while saving | 4 P, when there is a warm start | ref |
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
 | passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
+| asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
 | context | on a device: 600 MiB | each process |
@@ -31,7 +34,8 @@ No weights are published where every rollout worker shares a process with the ac
 With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch:
 `trainer.micro_batch_tokens`, or fewer when a rank's part of the rows is smaller. w is the larger of hidden and heads head_dim, i the
 intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a token. The constants of activations
-and logits are bounds of what was measured on seven architectures.
+and logits are bounds of what was measured on seven architectures. A reference that is the actor without its adapter takes nothing: its
+passes are smaller than the actor's.
 """
 
 from __future__ import annotations
@@ -79,10 +83,11 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
-        models += [
-            replace(line, on_gpu=on_device and line.what != COPY)
-            for line in _role_lines(config, role, facts[role], max(1, ranks.get(role, 0)))
-        ]
+        mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
+        models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
+        if on_device and config.trainer.offload and role in TRAINED:
+            asleep = sum(line.bytes for line in mine if line.what in ("weights", "optimizer"))
+            models.append(MemoryLine(role=role, what="asleep", bytes=asleep))
     if on_device:
         lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:
@@ -114,28 +119,42 @@ def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     half, row = config.model.dtype == "bfloat16", config.roles[role].tensor_parallel
     column = max(1, ranks // row)
     shards = column if config.trainer.sharding == "fsdp" else 1
-    parameters = facts.parameters if role == ACTOR else facts.body_parameters
-    mine = -(-parameters // (row * shards))
+    lora = config.model.lora if role == ACTOR else None
+    adapter = 0 if lora is None else facts.adapter_parameters(lora.rank)
+    parameters = (facts.parameters if role == ACTOR else facts.body_parameters) + adapter
+    mine, trained = (-(-count // (row * shards)) for count in (parameters, adapter or parameters))
     found = {"weights": 4 * mine}
     if shards > 1:
-        block = facts.parameters // facts.layers
-        found["gathered"] = (2 * (2 if half else 4) * (block + 2 * facts.vocab * facts.hidden) + 4 * block) // row
+        found["gathered"] = (_gathered(config, facts) + 4 * (facts.parameters // facts.layers)) // row
     elif half:
         found["bfloat16 copies"] = 2 * mine
     tokens, wide = micro_batch_tokens(config, column), facts.width
     kept = (52 * wide + 8 * facts.mlp_width if half else 58 * wide + 16 * facts.mlp_width) + (20 if half else 8) * wide * facts.experts
+    kept += 28 * lora.rank if lora is not None else 0
     by_token = 4 * facts.layers * wide + kept if config.trainer.activation_checkpointing else facts.layers * kept
-    found |= {"gradients": 4 * mine, "optimizer": 8 * mine, "activations": tokens * by_token}
+    found |= {"gradients": 4 * trained, "optimizer": 8 * trained, "activations": tokens * by_token}
     if role == ACTOR:
         found["logits"] = _logits(tokens, facts)
-    return found | ({COPY: 12 * -(-parameters // ranks)} if config.trainer.async_save else {})
+    saved = 4 * parameters + 8 * (adapter or parameters)
+    return found | ({COPY: -(-saved // ranks)} if config.trainer.async_save else {})
 
 
 def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
+    if config.ref_is_actor:
+        return {"weights": 0}
+    shards = ranks if config.trainer.sharding == "fsdp" else 1
+    found = {"weights": 4 * -(-facts.parameters // shards)}
+    if shards > 1:
+        found["gathered"] = _gathered(config, facts)
     tokens = micro_batch_tokens(config, ranks, minibatches=1)
     block = 40 * facts.width + 12 * facts.mlp_width
-    found = {"weights": 4 * facts.parameters, "activations": tokens * block, "logits": _logits(tokens, facts)}
-    return found | ({COPY: 4 * facts.parameters} if config.trainer.async_save and config.sft is not None else {})
+    found |= {"activations": tokens * block, "logits": _logits(tokens, facts)}
+    return found | ({COPY: found["weights"]} if config.trainer.async_save and config.sft is not None else {})
+
+
+def _gathered(config: Config, facts: ModelFacts) -> int:
+    """Two blocks, and embedding and head twice, in the format of products."""
+    return 2 * (2 if config.model.dtype == "bfloat16" else 4) * (facts.parameters // facts.layers + 2 * facts.vocab * facts.hidden)
 
 
 def _logits(tokens: int, facts: ModelFacts) -> int:

@@ -16,10 +16,12 @@ from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
+from rolemesh.engines.train.tensor_file import TensorFile
 from rolemesh.models import load_model, load_tokenizer, open_weights, save_description
+from rolemesh.models.lora import adapted_names, add_adapter, save_adapter_config
 from rolemesh.observe import Metrics
 from rolemesh.roles.saving import GATHERED
-from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes, reads_parts
 from rolemesh.runtime import WorkerContext, register, shared_file
 from rolemesh.weights import Buffer, Outlet, WeightManifest, Weights
 
@@ -36,6 +38,8 @@ class ActorWorker(TrainedWorker):
 
     weights_file: ClassVar[str] = "model/model.safetensors"
     optimizer_file: ClassVar[str] = "actor-optimizer.safetensors"
+    adapter_file: ClassVar[str] = "adapter/adapter_model.safetensors"
+    """Where an adapter lies, by itself: what is trained. The model below it is that of `model.path`."""
     engine: TrainEngine
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -58,11 +62,13 @@ class ActorWorker(TrainedWorker):
 
     def _model(self) -> tuple[nn.Module, Mapping[str, Any] | None]:
         """The model with float32 weights; or without contents, and weights that each rank reads its part of when the ranks have met."""
-        model = self.config.model.model_copy(update={"dtype": "float32"})
-        split = self.config.trainer.sharding != "none" or self.context.tensor_parallel > 1
-        if split and self.context.world_size > 1 and (found := open_weights(model)) is not None:
-            return found
-        return load_model(model, seed=self.config.seed), None
+        chosen, seed = self.config.model.model_copy(update={"dtype": "float32"}), self.config.seed
+        opened = open_weights(chosen) if reads_parts(self.config, self.context) else None
+        model, weights = opened if opened is not None else (load_model(chosen, seed=seed), None)
+        if chosen.lora is not None:
+            add_adapter(model, chosen.lora, seed=seed, base=chosen.path)
+            weights = None if weights is None else adapted_names(model, weights)
+        return model, weights
 
     # -- policy ---------------------------------------------------------------------------------------------------------------
 
@@ -135,10 +141,21 @@ class ActorWorker(TrainedWorker):
         deque(self.named_weights(), maxlen=0)
 
     def named_weights(self) -> Weights:
-        """All weights, whole: for this process, and on all ranks at once where they are spread over these."""
-        return self.engine.named_weights()
+        """All weights, whole, an adapter merged into them: for this process, and on all ranks at once where they are spread over these."""
+        return self.engine.merged_weights()
+
+    @property
+    def restored_file(self) -> str:
+        return self.adapter_file if self.config.model.lora is not None else self.weights_file
+
+    def files(self) -> dict[str, TensorFile]:
+        """With an adapter also that; the weights are merged then."""
+        adapter = {} if self.config.model.lora is None else {self.adapter_file: self.engine.adapter_file()}
+        return super().files() | adapter
 
     def describe(self, folder: Path) -> None:
-        """With config and tokenizer the weights are a Hugging Face folder."""
+        """With config and tokenizer the weights are a Hugging Face folder, and the adapter's folder is one of peft."""
         names = [name for name, _ in self.engine.empty_weights()]
         save_description((folder / self.weights_file).parent, self.engine.empty_model, load_tokenizer(self.config.model), names)
+        if self.config.model.lora is not None:
+            save_adapter_config((folder / self.adapter_file).parent, self.engine.model)

@@ -10,10 +10,10 @@ import torch
 from rolemesh.algorithms import create_actor_critic
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
-from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model
+from rolemesh.engines.train import OptimizerSettings, ValueEngine, load_value_model, open_value_model
 from rolemesh.observe import Metrics
 from rolemesh.roles.taker import WeightTaker
-from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes
+from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes, reads_parts
 from rolemesh.runtime import WorkerContext, register
 from rolemesh.weights import Weights
 
@@ -46,8 +46,12 @@ class CriticWorker(TrainedWorker, WeightTaker):
         """Build the model: the same weights on every rank, from the folder and the seed."""
         torch.set_num_threads(1)
         config = self.config
+        path, seed = config.algorithm.critic_path, config.seed
+        opened = open_value_model(config.model, path=path, seed=seed) if reads_parts(config, self.context) else None
+        model, weights = opened if opened is not None else (load_value_model(config.model, path=path, seed=seed), None)
         self.engine = ValueEngine(
-            load_value_model(config.model, path=config.algorithm.critic_path, seed=config.seed),
+            model,
+            weights=weights,
             optimizer=OptimizerSettings.of_critic(config.algorithm, config.trainer),
             **engine_options(config, self.context.device),
         )

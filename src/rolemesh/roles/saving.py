@@ -41,7 +41,7 @@ class SavedWorker(Worker):
     def describe(self, folder: Path) -> None:
         """First rank: write into a checkpoint what it holds beside tensors. Raises OSError."""
 
-    @register(dispatch="rank_zero")
+    @register(dispatch=GATHERED)
     def save_bytes(self) -> int:
         """Size of its files in a checkpoint."""
         return sum(file.size for file in self.files().values())

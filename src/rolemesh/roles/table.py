@@ -47,19 +47,26 @@ def worker_class(role: str, config: Config) -> type[Worker]:
                 "none",
                 f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
             )
-        built_in: type[Worker] = registry.load(ROLE_WORKERS[role], subject=f"roles.{role}")
+        built_in: type[Worker] = registry.load(_ref_worker(config) if role == names.REF else ROLE_WORKERS[role], subject=f"roles.{role}")
         return built_in
     found: Any = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ConfigError.one(f"roles.{role}.worker", "must name a subclass of rolemesh.runtime.Worker", repr(own))
-    missing = [method for method in REQUIRED.get(role, ()) if method not in registered_methods(found)]
+    required = (*REQUIRED.get(role, ()), *(("sleep", "wake") if config.trainer.offload and role in (names.ACTOR, names.CRITIC) else ()))
+    missing = [method for method in required if method not in registered_methods(found)]
     if missing:
         raise ConfigError.one(
             f"roles.{role}.worker",
-            f"{own} must have the registered methods {', '.join(REQUIRED[role])}",
+            f"{own} must have the registered methods {', '.join(required)}",
             f"no {', '.join(missing)}",
             f"Derive it from {ROLE_WORKERS[role].replace(':', '.')}",
         )
     called = f"{found.__name__}(context, config=config)"
     registry.check_call(found, [None], {"config": config}, subject=f"roles.{role}.worker", name=own, called=called)
     return found
+
+
+def _ref_worker(config: Config) -> str:
+    if config.ref_is_actor:
+        return "rolemesh.roles.ref:SharedRefWorker"
+    return ROLE_WORKERS[names.REF] if config.trainer.sharding == "none" else "rolemesh.roles.ref:ShardedRefWorker"

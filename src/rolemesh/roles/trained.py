@@ -15,7 +15,7 @@ from rolemesh.engines.train import Groups
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.tensor_file import Copying, TensorFile
 from rolemesh.roles.saving import SavedWorker
-from rolemesh.runtime import Dispatch, Request, Share, Topology, register
+from rolemesh.runtime import Dispatch, Request, Share, Topology, WorkerContext, register
 from rolemesh.runtime.dispatch import collect_all
 
 
@@ -66,6 +66,11 @@ def engine_options(config: Config, device: str) -> dict[str, Any]:
     }
 
 
+def reads_parts(config: Config, context: WorkerContext) -> bool:
+    """Whether a rank holds a part of its model, and so reads that alone where the files allow it."""
+    return context.world_size > 1 and (config.trainer.sharding != "none" or context.tensor_parallel > 1)
+
+
 class TrainedWorker(SavedWorker):
     """One rank of a model under training. A subclass makes `engine` in `load` and names its files."""
 
@@ -86,7 +91,7 @@ class TrainedWorker(SavedWorker):
         super().leave()
 
     def record_memory(self) -> None:
-        """Bytes that this rank's tensors take at the end of the call under way, as `memory/<role>/<what>`."""
+        """Bytes that this rank's tensors take now, as `memory/<role>/<what>`; the most of a step are reported."""
         for what, count in self.engine.memory().items():
             self.metrics.max(f"memory/{self.context.group}/{what}", count)
 
@@ -100,12 +105,18 @@ class TrainedWorker(SavedWorker):
     @register(dispatch="all", mutates=True)
     def wake(self) -> None:
         """Be as before `sleep`."""
+        self.record_memory()
         self.engine.wake()
         self.record_memory()
 
     def files(self) -> dict[str, TensorFile]:
         """What it has in a checkpoint, by path in there."""
         return dict(zip((self.weights_file, self.optimizer_file), self.engine.files(), strict=True))
+
+    @property
+    def restored_file(self) -> str:
+        """The file with the weights that are trained."""
+        return self.weights_file
 
     def scalars(self) -> dict[str, Any]:
         return {"optimizer_step": self.engine.step}
@@ -118,5 +129,5 @@ class TrainedWorker(SavedWorker):
     def restore(self, folder: str, saved: dict[str, Any]) -> None:
         """Take up the training state of a checkpoint, also one of other ranks; `saved` is what `save` returned. Raises what `load_files`
         raises for files that do not fit."""
-        self.engine.load_files(Path(folder) / self.weights_file, Path(folder) / self.optimizer_file, int(saved["optimizer_step"]))
+        self.engine.load_files(Path(folder) / self.restored_file, Path(folder) / self.optimizer_file, int(saved["optimizer_step"]))
         self.engine.check_replicas()

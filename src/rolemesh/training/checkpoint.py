@@ -88,6 +88,15 @@ def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Conf
     if REF in after.roles and not warm and before.model.path != after.model.path:
         need = "must stay as it was: the reference is read from there"
         problems.append(Problem(subject="model.path", need=need, free=after.model.path, remedy=f"Set model.path={before.model.path}"))
+    if before.model.lora != after.model.lora or (after.model.lora and before.model.path != after.model.path):
+        was = before.model.model_dump(include={"path", "lora"})
+        need = "model.path and model.lora must stay as they were: the checkpoint holds an adapter, or none, of that model"
+        remedy = f"Train on in a new run, with model.path={folder / MODEL}"
+        problems.append(Problem(subject="model.lora", need=need, free=f"{was} before", remedy=remedy))
+    if REF in after.roles and warm and before.ref_is_actor != after.ref_is_actor:
+        need = "must stay in the actor's pool or apart from it: the checkpoint holds its adapter or its whole weights"
+        found, remedy = after.roles[REF].pool, "Leave roles and pools as they were"
+        problems.append(Problem(subject="roles.ref.pool", need=need, free=found, remedy=remedy))
     if problems:
         raise ConfigError(problems=problems)
 

@@ -105,6 +105,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
         _collect(problems, lambda: check_needs(config))
         if CRITIC in config.roles and config.algorithm.critic_path is not None:
             _collect(problems, lambda: _check_critic_model(config, tokenizer))
+        if readable:
+            _collect(problems, lambda: models.check_lora(config.model))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
     _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.config.schema import Config
+from rolemesh.names import ACTOR, CRITIC, REF
 from rolemesh.observe import Journal
 from rolemesh.plan.build import KV_STORE
 from rolemesh.plan.schema import NodeInfo, Plan
@@ -72,6 +73,7 @@ class Session:
             if pool.slots:
                 self.guard.add_slots(name, len(pool.slots))
         self._life = AsyncExitStack()
+        self._asleep: set[str] = set()
 
     def _group(self, role: str) -> WorkerGroup:
         workers = self.plan.of_role(role)
@@ -194,7 +196,8 @@ class Session:
     @asynccontextmanager
     async def holding(self, phase: str, *roles: str) -> AsyncIterator[None]:
         """Hold the slots of these roles (those that the run has) for a phase; other phases that need one of them wait meanwhile, in
-        turn. Raises DeadlineExceeded naming the holders, or Deadlock."""
+        turn. With `trainer.offload` models under training are woken for their phases and sent to sleep for others on their slots. Raises
+        DeadlineExceeded naming the holders, or Deadlock."""
         wanted: dict[str, set[int]] = {}
         for role in roles:
             for worker in self.plan.of_role(role) if role in self.groups else ():
@@ -204,7 +207,18 @@ class Session:
             for pool in sorted(wanted):
                 deadline = self.config.deadlines.call
                 held.enter_context(await self.guard.acquire(pool, who=phase, slots=sorted(wanted[pool]), deadline=deadline))
+            if self.config.trainer.offload:
+                await self._hand_over({*roles, *((ACTOR,) if REF in roles and self.config.ref_is_actor else ())}, wanted)
             yield
+
+    async def _hand_over(self, using: Collection[str], slots: Mapping[str, Collection[int]]) -> None:
+        """Give devices from models that a phase on these slots does not use to those that it does."""
+        trained = [role for role in (ACTOR, CRITIC) if role in self.groups]
+        here = [role for role in trained if any(one.slot in slots.get(one.pool, ()) for one in self.plan.of_role(role))]
+        leaving, coming = set(here) - {*using, *self._asleep}, self._asleep & set(using)
+        await together(self.groups[role].sleep() for role in sorted(leaving))
+        await together(self.groups[role].wake() for role in sorted(coming))
+        self._asleep = (self._asleep | leaving) - coming
 
     def devices(self) -> list[dict[str, Any]]:
         """Of each pool its slots, who holds them and who waits, with seconds so far."""

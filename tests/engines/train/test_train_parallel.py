@@ -24,7 +24,7 @@ from train_support import (
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolemesh.engines.train import Groups, TrainEngine
+from rolemesh.engines.train import Groups, Scorer, TrainEngine
 from rolemesh.engines.train.groups import agree
 from rolemesh.engines.train.placed import without_weights
 from rolemesh.observe import Metrics
@@ -168,8 +168,25 @@ def rank_main(grid: Grid) -> dict:
     read = engine(without_weights(tiny_model(seed=5)), weights=dict(tiny_model().named_parameters()), sharding="fsdp")
     read.join(pair)
     found["read in parts"] = [dict(one.named_weights()) for one in (trainer, read)]
+    found["scorer"] = of_scorer(pair, grid.groups(2))
     found["other ranks"] = refusal(lambda: trainer.join(grid.groups(4)))
     return found
+
+
+def of_scorer(pair: Groups, other: Groups) -> dict:
+    """A sharded reference, read in parts, set up twice, and then with other weights."""
+    mine = batch().take(SHARES["all rows on the last rank"](pair.rank, 2))
+    weights = dict(tiny_model().named_parameters())
+    scorer = Scorer(without_weights(tiny_model(seed=5)), weights=weights, micro_batch_tokens=24, sharding="fsdp")
+    scorer.join(pair)
+    found = {"logprobs": [scorer.logprobs(mine, 0.7)], "bytes": scorer.memory()}
+    scorer.leave()
+    scorer.join(other)
+    found["logprobs"].append(scorer.logprobs(mine, 0.7))
+    found["weights"] = dict(scorer.named_weights())
+    scorer.load_weights(tiny_model(seed=3).state_dict().items())
+    found["refused"] = refusal(lambda: scorer.load_weights({}.items()))
+    return found | {"taken": scorer.logprobs(mine, 0.7)}
 
 
 def refusal(call) -> str:
@@ -337,6 +354,21 @@ def test_weights_can_be_read_in_parts_when_the_ranks_have_met(ranks: list[dict])
         first, second = found["read in parts"]
         assert first.keys() == second.keys()
         assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_a_sharded_reference_is_a_whole_one_to_the_last_bit(ranks: list[dict]):
+    whole = dict(tiny_model().named_parameters())
+    for rank, found in enumerate(one["scorer"] for one in ranks[:2]):
+        mine = batch().take(SHARES["all rows on the last rank"](rank, 2))
+        for seed, logprobs in ((0, found["logprobs"][0]), (0, found["logprobs"][1]), (3, found["taken"])):
+            expected = Scorer(tiny_model(seed=seed), micro_batch_tokens=24).logprobs(mine, 0.7)
+            assert len(logprobs) == len(expected) == len(mine)
+            assert all(np.array_equal(row, other) for row, other in zip(logprobs, expected, strict=True))
+        assert found["weights"].keys() == whole.keys()
+        assert all(torch.equal(found["weights"][name], weight) for name, weight in whole.items())
+        assert "lm_head.weight is missing" in found["refused"]
+    assert sum(one["scorer"]["bytes"] for one in ranks[:2]) == 4 * sum(weight.numel() for weight in whole.values())
+    assert ranks[0]["scorer"]["bytes"] < 0.6 * 4 * sum(weight.numel() for weight in whole.values())
 
 
 def test_ranks_that_hold_other_weights_or_other_parts_are_refused(ranks: list[dict]):

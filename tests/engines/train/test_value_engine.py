@@ -15,11 +15,21 @@ from train_support import (
     tiny_model,
     value_model,
 )
-from transformers import BertConfig, BertLMHeadModel, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from rolemesh.batch import Batch
 from rolemesh.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
-from rolemesh.engines.train import OptimizerSettings, ValueEngine, ValueModel, load_value_model
+from rolemesh.engines.train import Groups, OptimizerSettings, ValueEngine, ValueModel, load_value_model, open_value_model
+from rolemesh.engines.train.weights import named_weights
 from rolemesh.errors import BatchError, ConfigError
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch, ValueBatch
@@ -293,6 +303,34 @@ def test_classifier_gives_body_and_head_so_that_its_score_of_a_prefix_is_the_val
     trainer = ValueEngine(load(critic_path=str(tmp_path)), optimizer=OptimizerSettings(learning_rate=1e-3), micro_batch_tokens=100)
     expected = [model(input_ids=torch.tensor([[1, 2, 3, 4][:end]])).logits.item() for end in (2, 3, 4)]
     assert trainer.values(data)[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["language model", "tied", "classifier", "gpt2", "gpt2 classifier", "qwen2 classifier"])
+def test_weights_opened_to_be_read_in_parts_are_those_that_are_loaded(tmp_path, kind: str):
+    small = {"vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 1}
+    gpt2 = GPT2Config(**small, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    qwen2 = Qwen2Config(**small, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    made = {
+        "language model": lambda: tiny_model(seed=6),
+        "tied": lambda: tiny_model(seed=6, tied=True),
+        "classifier": classifier,
+        "gpt2": lambda: GPT2LMHeadModel(gpt2),
+        "gpt2 classifier": lambda: GPT2ForSequenceClassification(gpt2),
+        "qwen2 classifier": lambda: Qwen2ForSequenceClassification(qwen2),
+    }[kind]()
+    made.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    opened, loaded = open_value_model(config, path=None, seed=4), load_value_model(config, path=None, seed=4)
+    assert opened is not None
+    assert all(parameter.is_meta for parameter in opened[0].backbone.parameters())
+    assert equal({name: weight[...] for name, weight in opened[1].items()}, dict(named_weights(loaded)))
+    read = ValueEngine(opened[0], weights=opened[1], optimizer=OptimizerSettings(learning_rate=1e-3), micro_batch_tokens=100)
+    read.join(Groups())
+    assert all(np.array_equal(mine, other) for mine, other in zip(read.values(batch()), critic(loaded).values(batch()), strict=True))
+
+
+def test_a_built_in_model_is_not_opened_but_made():
+    assert open_value_model(ModelConfig(path="tiny"), path=None, seed=0) is None
 
 
 def test_classifier_with_two_labels_is_refused(tmp_path):

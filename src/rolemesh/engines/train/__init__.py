@@ -6,7 +6,7 @@ from rolemesh.engines.train.groups import Groups
 from rolemesh.engines.train.optimizer import OptimizerSettings
 from rolemesh.engines.train.scorer import Scorer
 from rolemesh.engines.train.value_engine import ValueEngine, ValueLossFunction
-from rolemesh.engines.train.value_model import ValueModel, load_value_model
+from rolemesh.engines.train.value_model import ValueModel, load_value_model, open_value_model
 
 __all__ = [
     "Groups",
@@ -18,4 +18,5 @@ __all__ = [
     "ValueLossFunction",
     "ValueModel",
     "load_value_model",
+    "open_value_model",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rolemesh.batch import Batch
 from rolemesh.engines.train.forward import TokenScorer, check_temperature
@@ -16,6 +17,9 @@ from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device,
 from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.sft import sft_loss
+from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile
+from rolemesh.engines.train.weights import check_fit, named_weights, shapes
+from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, saved_name, without_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
@@ -24,14 +28,16 @@ LossFunction = Callable[[TokenBatch, Metrics], torch.Tensor]
 
 class TrainEngine(Replica):
     """One rank of the policy (see `Replica`). The model must be a causal language model in float32; it stays in eval mode, so there is
-    no dropout."""
+    no dropout. It may have an adapter, which alone is trained then."""
 
     _scorer: TokenScorer
 
     def __init__(self, model: nn.Module, *, entropy_gradient: bool = False, **options: Any) -> None:
         """With `entropy_gradient` the entropy that a loss gets can be trained on, which costs memory. `options` are those of `Replica`."""
         self._entropy_gradient = entropy_gradient
+        self._reference: dict[str, torch.Tensor] = {}
         super().__init__(model, **options)
+        self._plain = without_adapter(self._skeleton)
 
     def _language_model(self, model: nn.Module) -> nn.Module:
         return model
@@ -53,6 +59,13 @@ class TrainEngine(Replica):
         """Log-probability of each token of `response_ids` given what stands before it, after temperature; one array a row, in order."""
         self.wake()
         return self._scorer.logprobs(batch, temperature, self._passes)
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch, temperature: float) -> list[npt.NDArray[np.float32]]:
+        """The same of the reference: the model without its adapter, or with the adapter that `keep_reference` or `take_reference` gave."""
+        self.wake()
+        with self._adapter(self._reference) if self._reference else adapter_off(self.model):
+            return self._scorer.logprobs(batch, temperature, self._passes)
 
     def update(self, batch: Batch, loss_fn: LossFunction, *, temperature: float, metrics: Metrics) -> None:
         """One optimizer step on one mini-batch, of which `batch` holds this rank's rows (possibly none).
@@ -83,6 +96,80 @@ class TrainEngine(Replica):
 
         self._accumulate(batch, rows_loss, metrics)
         self._apply(metrics, "sft")
+
+    # -- adapter --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def empty_model(self) -> nn.Module:
+        """The whole model as it is published, without adapter and contents."""
+        return self._plain
+
+    def empty_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names, shapes and formats of the weights that are published, without contents."""
+        return named_weights(self._plain)
+
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`named_weights` of a model without adapter that computes the same, as `empty_weights` names them. Collective where weights are
+        split."""
+        merged = self._merged(self._whole, lambda inside, product: product)
+        return ((name, weight) for name, _, weight in merged)
+
+    def _merged(self, weight: Callable[[str], Tensor], cut: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+        names = [name for name, _ in self.empty_weights()]
+        return merged_weights(self._skeleton, names, weight=weight, whole=self._whole, cut=cut)
+
+    def _weights_file(self) -> TensorFile:
+        """Merged. Collective where weights are split."""
+        placed = self._up
+        merged = self._merged(placed.tensors.__getitem__, lambda inside, product: product[placed.parts[inside].index])
+        return placed.file({name: (inside, weight) for name, inside, weight in merged})
+
+    def adapter_file(self) -> TensorFile:
+        """The adapter alone, as peft names its weights; see `files`."""
+        return self._up.file({saved_name(name): (name, tensor) for name, tensor in self._up.tensors.items() if is_adapter(name)})
+
+    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
+        """The file is that of the adapter, where there is one."""
+        adapter = {saved_name(name): name for name in self._up.tensors if is_adapter(name)}
+        if not adapter:
+            super()._take_stored(given)
+            return
+        self.load_weights({adapter.get(name, name): tensor for name, tensor in given.items()}, keep=lambda name: not is_adapter(name))
+
+    def adapter_weights(self) -> dict[str, torch.Tensor]:
+        """Whole copies of the weights of the adapter, under its names in `named_weights`. Collective where weights are split."""
+        return {name: self._whole(name).to("cpu", copy=True) for name in self._up.tensors if is_adapter(name)}
+
+    @property
+    def reference(self) -> Mapping[str, torch.Tensor]:
+        """The adapter of the reference, whole; empty when that is the model without adapter."""
+        return self._reference
+
+    def keep_reference(self) -> None:
+        """From here on the reference is the model with the adapter as it is now. Collective where weights are split."""
+        self._reference = self.adapter_weights()
+
+    def take_reference(self, given: Mapping[str, torch.Tensor]) -> None:
+        """From here on the reference is the model with this adapter, which `reference` gave. Raises ValueError when it does not fit."""
+        wholes = {name: torch.Size(part.whole) for name, part in self._up.parts.items() if is_adapter(name)}
+        check_fit(wholes, shapes(given))
+        self._reference = dict(given)
+
+    @contextmanager
+    def _adapter(self, given: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Meanwhile the model has this adapter in place of its own."""
+        placed = self._up
+        own = {name: placed.tensors[name].clone() for name in given}
+        self.copying.wait()
+        try:
+            for name, weight in given.items():
+                placed.tensors[name].copy_(weight[placed.parts[name].index])
+            yield
+        finally:
+            for name, weight in own.items():
+                placed.tensors[name].copy_(weight)
+
+    # -- gradients ------------------------------------------------------------------------------------------------------------
 
     def _accumulate_policy(self, batch: Batch, loss_fn: LossFunction, temperature: float, metrics: Metrics) -> None:
         check_temperature(temperature)

@@ -26,10 +26,10 @@ _CHUNK = 2**20
 class Gradients(ABC):
     """The `.grad` of this rank's parts of the parameters, and two sums: trained tokens and loss."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout, partial: Collection[str]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout, partial: Collection[str], device: torch.device) -> None:
         """`partial` names parameters of which each rank of a row has a part of the gradient."""
         self._parameters, self._layout, self._partial = parameters, layout, partial
-        self._sums = torch.zeros(2, device=next(iter(parameters.values())).device)
+        self._sums = torch.zeros(2, device=device)
 
     @property
     def trained_tokens(self) -> float:
@@ -83,8 +83,8 @@ class FlatGradients(Gradients):
     Backward adds into the views, so nothing is copied before or after the one all-reduce. Nobody else may set these `.grad`s to None.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout, partial: Collection[str]) -> None:
-        super().__init__(parameters, layout, partial)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout, partial: Collection[str], device: torch.device) -> None:
+        super().__init__(parameters, layout, partial, device)
         sizes = [parameter.numel() for parameter in parameters.values()]
         self._flat = torch.zeros(sum(sizes) + 2, device=self._sums.device)
         gradients, self._sums = self._flat[:-2], self._flat[-2:]
@@ -103,9 +103,14 @@ class ShardedGradients(Gradients):
     """Of sharded parameters, which FSDP2 reduces in every backward pass; here they become those of this rank's plain parts."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: Layout, partial: Collection[str], sharded: Mapping[str, DTensor]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: Layout,
+        partial: Collection[str],
+        device: torch.device,
+        sharded: Mapping[str, DTensor],
     ) -> None:
-        super().__init__(parameters, layout, partial)
+        super().__init__(parameters, layout, partial, device)
         self._sharded = sharded
 
     def zero(self) -> None:

@@ -16,6 +16,7 @@ from rolemesh.engines.train.fsdp import Root, Shards, replace_parameters
 from rolemesh.engines.train.gradients import FlatGradients, Gradients, ShardedGradients
 from rolemesh.engines.train.groups import Groups, agree
 from rolemesh.engines.train.layout import Layout, Part, Sliceable
+from rolemesh.engines.train.tensor_file import Block, TensorFile
 from rolemesh.engines.train.tensor_parallel import TensorPlan, split_forward, tensor_plan
 from rolemesh.engines.train.weights import named_weights
 
@@ -72,6 +73,7 @@ class PlacedModel:
         formats = {name: tensor.dtype for name, tensor in named_weights(self.model)}
         self.tensors = {name: weights.read(name, part).to(device, formats[name]) for name, part in self.parts.items()}
         self._prepare_modules(groups, recompute=activation_checkpointing)
+        self._device = device
         self._shards = self._shard(groups, device, dtype)
 
     def _check_parts(self, weights: Weights, device: torch.device) -> None:
@@ -116,16 +118,29 @@ class PlacedModel:
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if self._shards is None:
             self.parameters = trained
-            self.gradients = FlatGradients(self.parameters, self.layout, self._plan.partial)
+            self.gradients = FlatGradients(self.parameters, self.layout, self._plan.partial, self._device)
             return
         sharded = self._shards.parameters()
         self.tensors = {**self.tensors, **{name: parameter.to_local().detach() for name, parameter in sharded.items()}}
         self.parameters = {name: nn.Parameter(self.tensors[name]) for name in trained}
-        self.gradients = ShardedGradients(self.parameters, self.layout, self._plan.partial, sharded)
+        self.gradients = ShardedGradients(self.parameters, self.layout, self._plan.partial, self._device, sharded)
 
     def gathered(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of this weight, or of a gradient or moment of it. Collective where it is split."""
         return self.layout.gathered(name, tensor, self.parts[name].whole)
+
+    def file(self, tensors: Mapping[str, tuple[str, Tensor]]) -> TensorFile:
+        """A file that all ranks write together: `tensors` gives by name in the file a weight, and what this rank has there for it."""
+        blocks = {}
+        for key, (name, tensor) in tensors.items():
+            if tensor.ndim:
+                own = self.layout.own(name, self.parts[name].whole)
+                index = own.within(self.parts[name])
+                assert index is not None
+                blocks[key] = Block(own, tensor[index])
+            else:
+                blocks[key] = Block(Part.all_of(()), tensor)
+        return TensorFile(blocks, leads=self.layout.groups.rank == 0)
 
     def close(self) -> None:
         """Let go of the groups. The model must not be used afterwards."""

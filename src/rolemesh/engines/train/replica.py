@@ -30,7 +30,7 @@ from rolemesh.engines.train.microbatch import MicroBatch, Passes
 from rolemesh.engines.train.optimizer import OptimizerSettings
 from rolemesh.engines.train.packing import use_packed_attention
 from rolemesh.engines.train.placed import PlacedModel, Weights, without_weights
-from rolemesh.engines.train.tensor_file import Block, Copying, StoredTensor, TensorFile, stored_tensors
+from rolemesh.engines.train.tensor_file import Copying, StoredTensor, TensorFile, stored_tensors
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
 from rolemesh.observe import Metrics
 
@@ -118,11 +118,6 @@ class Replica(ABC):
     def model(self) -> nn.Module:
         """As it is set up: with this rank's parts of the weights."""
         return self._up.model
-
-    @property
-    def empty_model(self) -> nn.Module:
-        """The whole model, without contents."""
-        return self._skeleton
 
     def join(self, groups: Groups) -> None:
         """Be set up on these groups from here on. Raises ValueError when the ranks hold other weights or steps than one another, or this
@@ -242,35 +237,23 @@ class Replica(ABC):
 
     # -- state --------------------------------------------------------------------------------------------------------------
 
-    def empty_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, shapes and formats of the weights, without contents."""
-        return ((name, tensor.to("meta")) for name, tensor in named_weights(self._skeleton))
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers, whole, one after the other; tensors that are tied once under their first name. Weights that
         this rank has the whole of come as they are, without a copy."""
-        return ((name, self._up.gathered(name, tensor)) for name, tensor in self._up.tensors.items())
+        return ((name, self._whole(name)) for name in self._up.tensors)
+
+    def _whole(self, name: str) -> Tensor:
+        return self._up.gathered(name, self._up.tensors[name])
 
     def files(self) -> tuple[TensorFile, TensorFile]:
         """Weights and optimizer state as files that all ranks write together, this rank with the tensors as they are: who reads them while
         the engine is used holds `copying`. With `step` they are everything that the next update depends on: nothing here draws random
         numbers, and the learning rate is a function of the step."""
         moments = {f"{key}.{name}": (name, value) for name, entry in self._moments().items() for key, value in entry.items()}
-        weights = {name: (name, tensor) for name, tensor in self._up.tensors.items()}
-        return self._file(weights), self._file(moments)
+        return self._weights_file(), self._up.file(moments)
 
-    def _file(self, tensors: Mapping[str, tuple[str, Tensor]]) -> TensorFile:
-        """`tensors` gives by name in the file a weight, and what is there for it."""
-        placed, blocks = self._up, {}
-        for key, (name, tensor) in tensors.items():
-            if tensor.ndim:
-                own = placed.layout.own(name, placed.parts[name].whole)
-                index = own.within(placed.parts[name])
-                assert index is not None
-                blocks[key] = Block(own, tensor[index])
-            else:
-                blocks[key] = Block(Part.all_of(()), tensor)
-        return TensorFile(blocks, leads=self.groups.rank == 0)
+    def _weights_file(self) -> TensorFile:
+        return self._up.file({name: (name, tensor) for name, tensor in self._up.tensors.items()})
 
     def load_files(self, weights: Path, optimizer: Path, step: int) -> None:
         """Take over what ranks of any layout have written. Optimizer settings stay those of this engine. Raises ValueError, and changes
@@ -282,16 +265,19 @@ class Replica(ABC):
         wholes = {name: torch.Size(placed.parts[name].whole) for name in placed.parameters}
         if moments:
             check_fit(wholes, {name: entry["exp_avg"].shape for name, entry in moments.items()})
-        self.load_weights(given)
+        self._take_stored(given)
         self._optimizer.state.clear()
         self._take_moments(moments, {name: Part.all_of(tuple(whole)) for name, whole in wholes.items()})
         self.step = step
 
+    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
+        self.load_weights(given)
+
     @torch.no_grad()
-    def load_weights(self, given: Mapping[str, Tensor | StoredTensor], *, keep: str | None = None) -> None:
-        """Copy whole weights, by the names that `named_weights` gives; those that begin with `keep` stay as they are. Raises ValueError,
+    def load_weights(self, given: Mapping[str, Tensor | StoredTensor], *, keep: Callable[[str], bool] = lambda name: False) -> None:
+        """Copy whole weights, by the names that `named_weights` gives; those of which `keep` is true stay as they are. Raises ValueError,
         and changes nothing, when they do not fit."""
-        parts = {name: part for name, part in self._up.parts.items() if keep is None or not name.startswith(keep)}
+        parts = {name: part for name, part in self._up.parts.items() if not keep(name)}
         check_fit({name: torch.Size(part.whole) for name, part in parts.items()}, shapes(given))
         self.copying.wait()
         for name, part in parts.items():

@@ -66,7 +66,7 @@ class ValueEngine(Replica):
         warm start; the head stays. Raises ValueError, and changes nothing, when names or shapes do not fit."""
         prefix = cast(ValueModel, self.model).prefix
         body = {f"backbone.{name.removeprefix(prefix)}": weight for name, weight in given if name.startswith(prefix)}
-        self.load_weights(body, keep="head.")
+        self.load_weights(body, keep=lambda name: name.startswith("head."))
 
     def _rows_loss(self, loss_fn: ValueLossFunction, rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = ValueBatch(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolemesh.config.model_files import model_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.engines.train.forward import last_hidden
-from rolemesh.engines.train.probe import probe_tokens
+from rolemesh.engines.train.layout import Sliceable
 from rolemesh.errors import ConfigError
-from rolemesh.models import load_config, load_model
-from rolemesh.models.load import LOAD_ERRORS
+from rolemesh.models import load_config, load_model, open_weights
+from rolemesh.models.load import LOAD_ERRORS, attention
 
+T = TypeVar("T")
 HEAD_SCALE: Final = 0.01
 """Spread of the values of a fresh head, for a body whose last layer normalises: near 0, so that the first advantages are the rewards,
 but not 0, so that the body has a gradient from the first step."""
@@ -42,11 +44,10 @@ class ValueModel(nn.Module):
 
     @classmethod
     def of_causal(cls, model: nn.Module, *, seed: int) -> ValueModel:
-        """On the body of a language model, which is not copied, with a fresh head drawn from `seed` alone."""
+        """On the body of a language model, which is not copied, with a fresh head drawn from `seed` alone, as wide as the output layer."""
         backbone, prefix = _body(model)
-        probe = probe_tokens(backbone, next(backbone.parameters()).device)
+        width = cast(Any, model).get_output_embeddings().weight.shape[1]
         with torch.no_grad():
-            width = last_hidden(backbone, {"input_ids": probe}).shape[-1]
             head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")  # its own start would draw from the caller's random state
             head.weight.normal_(std=HEAD_SCALE / math.sqrt(head.in_features), generator=torch.Generator().manual_seed(seed))
             head.bias.zero_()
@@ -69,12 +70,43 @@ def load_value_model(model: ModelConfig, *, path: str | None, seed: int) -> Valu
     A sequence classifier brings its head; a language model gets a fresh one. The weights depend on the folder and the seed alone.
     Raises ConfigError naming the option when there is no model that can be used.
     """
-    option = "model.path" if path is None else "algorithm.critic_path"
-    chosen = model.model_copy(update={"dtype": "float32", "path": model.path if path is None else path})
-    try:
-        if any(name.endswith("ForSequenceClassification") for name in load_config(chosen).architectures or ()):
+
+    def load(chosen: ModelConfig) -> ValueModel:
+        if _classifies(chosen):
             return ValueModel.of_classifier(_read_classifier(chosen))
         return ValueModel.of_causal(load_model(chosen, seed=seed), seed=seed)
+
+    return _chosen(model, path, load)
+
+
+def open_value_model(model: ModelConfig, *, path: str | None, seed: int) -> tuple[ValueModel, Mapping[str, Sliceable]] | None:
+    """As `load_value_model`, but without contents, and the weights by name as they lie in the files, to be read in parts; None where
+    loading does more than reading (see `open_weights`)."""
+
+    def open_(chosen: ModelConfig) -> tuple[ValueModel, Mapping[str, Sliceable]] | None:
+        classifies = _classifies(chosen)
+        opened = open_weights(chosen, AutoModelForSequenceClassification if classifies else AutoModelForCausalLM)
+        if opened is None:
+            return None
+        empty, weights = opened
+        value = ValueModel.of_classifier(empty) if classifies else ValueModel.of_causal(empty, seed=seed)
+        body = {name.removeprefix(value.prefix): weight for name, weight in weights.items() if name.startswith(value.prefix)}
+        head = {name.rpartition(".")[2]: weight for name, weight in weights.items() if not name.startswith(value.prefix)}
+        head = head if classifies else {name: parameter.detach() for name, parameter in value.head.named_parameters()}
+        return value, {f"backbone.{name}": weight for name, weight in body.items()} | {f"head.{name}": head[name] for name in head}
+
+    return _chosen(model, path, open_)
+
+
+def _classifies(model: ModelConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in load_config(model).architectures or ())
+
+
+def _chosen(model: ModelConfig, path: str | None, load: Callable[[ModelConfig], T]) -> T:
+    """What `load` makes of the critic's model, its errors said of the option that names it."""
+    option = "model.path" if path is None else "algorithm.critic_path"
+    try:
+        return load(model.model_copy(update={"dtype": "float32", "path": model.path if path is None else path}))
     except ConfigError as error:
         raise ConfigError(problems=[replace(problem, subject=option) for problem in error.problems]) from error
     except LOAD_ERRORS as error:
@@ -85,11 +117,12 @@ def load_value_model(model: ModelConfig, *, path: str | None, seed: int) -> Valu
 
 def _read_classifier(model: ModelConfig) -> nn.Module:
     """Raises ValueError when the folder does not hold every weight, which would then be random."""
+    config = load_config(model)
     loaded, info = AutoModelForSequenceClassification.from_pretrained(
         model_files(model.path).folder,  # a GGUF file never says that it is a classifier
-        config=load_config(model),
+        config=config,
         dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation=attention(config),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=model.trust_remote_code,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -16,15 +16,6 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-@torch.no_grad()
-def copy_weights(model: torch.nn.Module, given: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy all weights, by the names that `named_weights` gives. Raises ValueError, and changes nothing, when they do not fit."""
-    weights, source = dict(named_weights(model)), dict(given)
-    check_fit(shapes(weights), shapes(source))
-    for name, tensor in weights.items():
-        tensor.copy_(source[name])
 
 
 def shapes(tensors: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, torch.Size]:
