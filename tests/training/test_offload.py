@@ -84,9 +84,9 @@ class Watching(ActorWorker):
 def test_it_sleeps_once_for_each_generation_and_wakes_for_the_update(tmp_path: Path) -> None:
     watched = "roles={actor: {worker: 'test_offload:Watching'}, rollout: {}, reward: {}, ref: {}, critic: {}}"
     run = train(tmp_path, *ONE_PROCESS, *PPO, watched, "sft=null", "trainer.offload=true")
-    watched_calls = ("actor.sleep", "actor.wake", "actor.update", "actor.publish", "rollout.generate")
+    watched_calls = ("actor.sleep", "actor.wake", "actor.update", "rollout.load_weights", "rollout.generate")
     events = [event for event in json.loads(run.trace.read_text())["traceEvents"] if event["name"] in watched_calls]
     calls = [name for name, _ in itertools.groupby(event["name"] for event in sorted(events, key=lambda event: event["ts"]))]
-    step = ["actor.sleep", "rollout.generate", "actor.wake", "actor.update", "actor.publish"]
+    step = ["actor.sleep", "rollout.generate", "actor.wake", "actor.update", "rollout.load_weights"]
     start = calls.index("rollout.generate") - 1
     assert calls[start : start + 10] == [*step, *step]
