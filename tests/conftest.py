@@ -12,8 +12,13 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import _pytest.runner  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+# pytest writes an environment variable for each phase of each test. Threads of Ray and gRPC that read the environment in that moment, in C,
+# have crashed the process.
+_pytest.runner._update_current_test_var = lambda item, when: None
 
 settings.register_profile("rolemesh", deadline=None, print_blob=True)
 settings.load_profile("rolemesh")

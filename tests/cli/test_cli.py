@@ -139,9 +139,11 @@ def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
     done = answered(tmp_path, "status", "--json")
     assert json.loads(done.stdout)["state"] == "dead"
     shown = answered(tmp_path, "status", run.name).stdout
-    assert "step 3 of 9" in shown
+    assert "step 3 of 9, step\n" in shown
     assert "memory of actor: weights 3.0 MiB, gradients 1.0 MiB" in shown
     assert "memory of ref: none of its own" in shown
+    run.write_status({"state": "created", "step": 0})
+    assert answered(tmp_path, "status", run.name).stdout.startswith(f"{run.name}: dead, step 0\n")
     assert answered(tmp_path, "status", "nothing").returncode == 2
 
 

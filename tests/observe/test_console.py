@@ -42,6 +42,17 @@ def test_H10_resumed_run_says_so_where_there_is_no_terminal():
     assert console.export_text() == "resumed after step 96 of 128\n"
 
 
+def test_steps_that_change_while_it_trains_are_shown():
+    shown, console = display(terminal=False, line_every=0.0)
+    shown.start(128)
+    shown.step(1, row(0.5))
+    shown.extend(2)
+    shown.step(2, row(0.5))
+    text = console.export_text()
+    assert "step 1/128" in text
+    assert "step 2/2" in text
+
+
 def test_terminal_shows_curve_times_evaluations_and_notes():
     shown, console = display(terminal=True)
     shown.start(10)

@@ -42,6 +42,8 @@ def test_options_change_while_the_run_trains_and_stay_for_a_resume(tmp_path: Pat
     saved = load_config(directory.config)
     assert (saved.trainer.steps, saved.rollout.temperature) == (4, 0.5)
     assert "from step 3 on: trainer.steps=4, rollout.temperature=0.5" in display.notes
+    assert display.total == 4
+    assert directory.read_status()["steps"] == 4
 
 
 def test_options_that_cannot_change_or_do_not_fit_are_refused_and_change_nothing(tmp_path: Path) -> None:
@@ -56,6 +58,7 @@ def test_options_that_cannot_change_or_do_not_fit_are_refused_and_change_nothing
 
     directory, _ = train(tmp_path, my_loop)
     assert "trainer.learning_rate=1: key=value, where key is one of trainer.steps, " in refused[0]
+    assert "Did you mean" not in refused[0]  # it is an option, only not one that changes
     assert "roles.ref" in refused[1]
     assert "trainer.steps: must be" in refused[2]
     assert "trainer.steps: key=value" in refused[3]

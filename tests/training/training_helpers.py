@@ -46,11 +46,16 @@ class Quiet:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.started: tuple[int, int] | None = None
+        self.total = 0
         self.evaluations: list[Any] = []
         self.summary: dict[str, Any] = {}
 
     def start(self, total: int, first: int = 0, history: Any = ()) -> None:
         self.started = (total, first)
+        self.total = total
+
+    def extend(self, total: int) -> None:
+        self.total = total
 
     def phase(self, name: str, detail: str = "") -> None:
         pass

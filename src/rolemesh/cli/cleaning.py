@@ -83,18 +83,24 @@ def _free(entry: dict[str, Any], left: Leftover | None, address: str) -> None:
         left.free()
 
 
+def _why_not(entry: dict[str, Any]) -> str:
+    if entry["state"] == "waiting":
+        return f": it waits for its next driver (rolemesh clean {entry['run']} frees it, rolemesh train --resume goes on)"
+    return ": it has a driver" if entry["state"] == "driven" else ""
+
+
 def _show(entries: list[dict[str, Any]], console: Console, *, dry_run: bool) -> None:
     if not entries:
         console.print("nothing is left")
         return
     for entry in entries:
-        age = f" for {(time.time() - entry['since']) / 60:.0f} min" if entry["since"] else ""
+        age = f", started {(time.time() - entry['since']) / 60:.0f} min ago" if entry["since"] else ""
         memory = sum(process["bytes"] for process in entry["processes"])
         parts = [
             f"{len(entry['processes'])} processes with {memory / 1e6:.0f} MB",
             f"{entry.get('folder_bytes', 0) / 1e6:.1f} MB in files",
             f"in Ray {len(entry['actors'])} actors and {len(entry['placement_groups'])} groups",
-            "freed" if entry["freed"] else "not freed",
+            "freed" if entry["freed"] else "not freed" + ("" if dry_run else _why_not(entry)),
         ]
         console.print(f"[bold]{entry['run']}[/bold]: {entry['state']}{age}; {', '.join(parts)}", soft_wrap=True, highlight=False)
     if dry_run:

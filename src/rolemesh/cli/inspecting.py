@@ -78,7 +78,7 @@ def status(run: str | None, runs_dir: Path, *, as_json: bool) -> None:
     directory = find_run(runs_dir, run)
     found: dict[str, Any] = {"run": directory.name, "state": "unknown", "step": 0, "workers": []} | directory.read_status()
     if found["state"] in ACTIVE and not directory.is_running():
-        found |= {"state": "dead", "workers": []}
+        found |= {"state": "dead", "workers": [], "pools": []}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -87,7 +87,8 @@ def status(run: str | None, runs_dir: Path, *, as_json: bool) -> None:
 
 def _show_status(found: dict[str, Any], console: Console) -> None:
     steps = f" of {found['steps']}" if "steps" in found else ""
-    console.print(f"[bold]{found['run']}[/bold]: {found['state']}, step {found['step']}{steps}, {found.get('phase', '')}")
+    phase = f", {found['phase']}" if found.get("phase") else ""
+    console.print(f"[bold]{found['run']}[/bold]: {found['state']}, step {found['step']}{steps}{phase}")
     table = Table("group", "rank", "node", "pid", "state", "call", "since")
     for worker in found["workers"]:
         since = f"{time.time() - worker['since']:.1f} s" if worker["since"] else ""

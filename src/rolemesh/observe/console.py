@@ -70,6 +70,10 @@ class TrainingDisplay:
         if self._live is None and first:
             self._line(f"resumed after step {first} of {total}")
 
+    def extend(self, total: int) -> None:
+        """The run is to have `total` steps from now on, more or fewer than before."""
+        self._total = total
+
     def phase(self, name: str, detail: str = "") -> None:
         """Say what is being done now, and how far it is (`detail`, free text). The time shown runs while the name stays the same."""
         self._draw()

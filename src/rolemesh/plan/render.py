@@ -170,7 +170,8 @@ def _labels(plan: Plan) -> list[tuple[tuple[str, str], ...]]:
     values: dict[str, list[str]] = {}
     for node in plan.nodes:
         for key, value in node.labels.items():
-            values.setdefault(key, []).append(value)
+            if key != "ray.io/node-id":  # differs on all nodes, and on one as well
+                values.setdefault(key, []).append(value)
     kinds = {key for key, found in values.items() if len(found) == 1 or len(set(found)) < len(found)}
     return [tuple((key, value) for key, value in node.labels.items() if key in kinds) for node in plan.nodes]
 

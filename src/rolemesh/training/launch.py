@@ -274,6 +274,7 @@ async def open_run(
     outcome = "failed"
     cause: Exception | None = None
     progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
+    run: TrainingRun | None = None
     try:
         if checkpoint is None:
             _write_plan(prepared, directory)
@@ -312,7 +313,8 @@ async def open_run(
         try:
             with _writing(directory, cause):
                 recorder.events.write("end", "run", outcome)
-                directory.write_status(watch.status(directory, config, progress, outcome, recorder.phase, []))
+                last = run.config if run is not None else config  # options change while a run trains
+                directory.write_status(watch.status(directory, last, progress, outcome, recorder.phase, []))
         finally:
             journal.close()
             recorder.close()

@@ -105,6 +105,7 @@ class TrainingRun:
         if self.wished is None:
             return
         before, self.config, self.wished = self.config.algorithm, self.wished, None
+        self.recorder.display.extend(self.config.trainer.steps)
         if self.config.algorithm != before:
             self.algorithm = create_algorithm(self.config)
             self.progress.kl_coefficient = None  # what was adapted belongs to the settings before

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from rolemesh.config import check_config, dump_config, load_config
+from rolemesh.config.options import option_names
 from rolemesh.errors import ConfigError, DeadlineExceeded, Problem
 from rolemesh.observe import RunDirectory, write_text
 from rolemesh.registry import nearest
@@ -40,7 +41,7 @@ def check_wishes(overrides: Sequence[str]) -> None:
     for text in overrides:
         key = text.partition("=")[0].strip()
         if "=" not in text or key not in CHANGEABLE:
-            hint = nearest(key, CHANGEABLE)
+            hint = None if key in option_names() else nearest(key, CHANGEABLE)
             remedy = (f"Did you mean {hint!r}? " if hint else "") + "Stop the run and give others with --resume"
             problems.append(Problem(subject=text, need=f"key=value, where key is one of {', '.join(CHANGEABLE)}", free=key, remedy=remedy))
     if problems or not overrides:

@@ -182,6 +182,12 @@ def _init(address: str, options: dict[str, Any], joined: Future[None]) -> None:
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
         joined.set_result(None)
+    except ConnectionError as error:
+        if address != "auto":
+            joined.set_exception(_not_started(f"at {address}", first_lines(error)))
+        else:
+            remedy = "Start one (`ray start --head`), or name another one by HOST:PORT"
+            joined.set_exception(RolemeshError(text=f"cluster.address=auto: no Ray cluster runs on this machine. {remedy}"))
     except Exception as error:  # noqa: BLE001 - it travels to the waiting thread; Ray raises plain Exception, among others
         joined.set_exception(_not_started(f"at {address}", first_lines(error)))
 
