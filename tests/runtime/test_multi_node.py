@@ -105,6 +105,7 @@ def test_A11_nodes_come_in_numeric_order_with_what_they_have(backend: Backend) -
     assert 0 < second.free_memory_bytes <= second.memory_bytes
 
 
+@pytest.mark.slow
 def test_A10_places_0_to_7_are_on_one_node_in_twenty_of_twenty_launches(backend: Backend) -> None:
     async def main() -> None:
         nodes = (await backend.inventory()).nodes
