@@ -84,12 +84,12 @@ async def first_step(run: TrainingRun) -> dict[str, Any]:
     ("algorithm", "layout"),
     [
         pytest.param("grpo", TWO, id="grpo-two", marks=pytest.mark.slow),
-        pytest.param("grpo", SPLIT, id="grpo-split", marks=pytest.mark.slow),
+        pytest.param("grpo", SPLIT, id="grpo-split"),
         pytest.param("ppo", TWO, id="ppo-two", marks=pytest.mark.slow),
         pytest.param("ppo", SHARDED, id="ppo-sharded", marks=pytest.mark.slow),
         pytest.param("ppo", ROWS, id="ppo-rows-sharded", marks=pytest.mark.slow),
         pytest.param("adapter", SHARDED, id="adapter-sharded", marks=pytest.mark.slow),
-        pytest.param("ppo", ALL_SPLIT, id="ppo-split"),
+        pytest.param("ppo", ALL_SPLIT, id="ppo-split", marks=pytest.mark.slow),
     ],
 )
 def test_worker_counts_and_pools_give_the_same_first_step(tmp_path: Path, algorithm: str, layout: tuple[str, ...]) -> None:

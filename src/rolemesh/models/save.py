@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -18,22 +18,19 @@ def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write weights (safetensors), config, generation config and tokenizer to `folder`, replacing what is there.
 
-    Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half a model. `state_dict`
-    gives full weights gathered from elsewhere (a sharded model); by default they are the model's own. `check` looks at what was written,
-    and raises to leave everything as it was.
+    Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half a model. `check` looks at
+    what was written, and raises to leave everything as it was.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        state = dict(model.state_dict() if state_dict is None else state_dict)
-        _save_weights(fresh, model, state)
+        _save_weights(fresh, model)
         tokenizer.save_pretrained(fresh)
         _sync(fresh)
         if check is not None:
@@ -61,20 +58,20 @@ def save_description(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
     _sync(folder)
 
 
-def _save_weights(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
+def _save_weights(folder: Path, model: PreTrainedModel) -> None:
     # A config that says "tied" over tensors that differ would lose one of them for readers that believe it.
     config_ties = getattr(model.config, "tie_word_embeddings", False)
-    if config_ties and not _tied(model, state):
+    if config_ties and not _tied(model):
         model.config.tie_word_embeddings = False
     try:
-        model.save_pretrained(folder, state_dict=state)
+        model.save_pretrained(folder)
     finally:
         if config_ties:
             model.config.tie_word_embeddings = True
 
 
-def _tied(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> bool:
-    pairs: Mapping[str, str] = model.all_tied_weights_keys
+def _tied(model: PreTrainedModel) -> bool:
+    state, pairs = model.state_dict(), dict[str, str](model.all_tied_weights_keys)
     return all(torch.equal(state[one], state[other]) for one, other in pairs.items() if one in state and other in state)
 
 
