@@ -53,7 +53,7 @@ class Source(ActorWorker):
         """Makes the matrices."""
         weights = list(matrices(self.config.trainer.steps))
         forms = [(name, weight.to("meta")) for name, weight in weights]
-        self.engine: Any = SimpleNamespace(named_weights=lambda: iter(weights), empty_weights=lambda: iter(forms))
+        self.engine: Any = SimpleNamespace(merged_weights=lambda: iter(weights), empty_weights=lambda: iter(forms))
 
 
 class Sink(RolloutWorker):

@@ -141,13 +141,6 @@ def test_failed_save_keeps_the_old_model_whole(folder, tokenizer, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
-def test_save_takes_gathered_weights(tmp_path, tokenizer):
-    weights = load_model(TINY, seed=5).state_dict()
-    copies = {name: value.clone() for name, value in weights.items()}
-    save_model(tmp_path / "gathered", load_model(TINY, seed=0), tokenizer, state_dict=copies)
-    assert equal(load_model(ModelConfig(path=str(tmp_path / "gathered")), seed=0), load_model(TINY, seed=5))
-
-
 def test_G13_separated_head_survives_a_config_that_says_tied(tmp_path, tokenizer):
     model = load_model(TINY, seed=0)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
