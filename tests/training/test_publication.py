@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import zlib
 from collections.abc import Awaitable, Callable
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from training_helpers import ONE_PROCESS, Quiet, only_run, small
 
 from rolemesh.batch import Batch
-from rolemesh.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rolemesh.errors import WorkerDied, WorkerError
 from rolemesh.observe import RunDirectory
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.ref import RefWorker
@@ -192,17 +193,17 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         await check_equal(run)
         assert shared_files(run.directory) == [f"rolemesh-{key_of(run.directory.name)}-weights"]
 
-        # One dies in the middle: it is named, the others have no version that they could serve, and the next publication mends all.
+        # One dies in the middle: the others get the weights anew, and it is back with them before it answers again.
         await moved(run)
+        version = run.progress.weight_version
         await rollout.call("stop_after", 7, signal.SIGKILL, ranks=[1])
-        with pytest.raises(WorkerDied) as died:
-            await phases.publish(run)
-        assert (died.value.fields["group"], died.value.fields["rank"], died.value.fields["method"]) == ("rollout", 1, "load_weights")
-        assert await rollout.call("version", ranks=[0]) == [-1]
-        await rollout.replace(1)
-        with pytest.raises(WorkerError, match=r"StaleWeights: rollout rank . holds weight version -1, asked for 1"):
-            await phases.generate(run, phases.draw(run))
         await phases.publish(run)
+        assert publisher.without("rollout", version) == [1]
+        assert await rollout.call("version", ranks=[0]) == [version]
+        with pytest.raises(WorkerDied):
+            await rollout.call("version", ranks=[1])
+        await phases.generate(run, phases.draw(run))
+        assert publisher.without("rollout", version) == []
         await check_equal(run)
 
         # One that was replaced gets the present version before it serves, and nobody else has to load it again.
@@ -218,16 +219,20 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         await publisher.give("ref", run.progress.weight_version)
         assert await run.session.groups["ref"].digest() == [await run.session.groups["actor"].digest()]
 
-        # One is late: it is named with what it was doing.
+        # One is late: the other gets the weights without it, and it takes them when it is idle again.
         await moved(run)
         rollout.deadlines = replace(rollout.deadlines, call=4.0, control=1.0)
         os.kill(rollout.processes[0].pid, signal.SIGSTOP)
-        with pytest.raises(DeadlineExceeded, match=r"waited 4.0 s for rollout.load_weights\(\) on rank 0 and gave up"):
-            await phases.publish(run)
+        await phases.publish(run)
+        assert re.search(r"waited 4.0 s for rollout.load_weights\(\) on rank 0 and gave up", str(rollout.replicas[0].out))
+        assert publisher.without("rollout", run.progress.weight_version) == [0]
         os.kill(rollout.processes[0].pid, signal.SIGCONT)
         rollout.deadlines = replace(rollout.deadlines, call=120.0, control=10.0)
-        assert publisher.without("rollout", run.progress.weight_version) == [0, 1]
+        async with asyncio.timeout(60):
+            while getattr((await rollout.reports())[0], "state", "") != "idle":
+                await asyncio.sleep(0.1)
         await phases.publish(run)
+        assert publisher.without("rollout", run.progress.weight_version) == []
         await check_equal(run)
 
         # F05: requests that come while weights change wait, and are answered by the version that they were made for.
