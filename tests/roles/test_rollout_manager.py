@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -396,3 +397,29 @@ def test_a_round_that_was_given_up_leaves_nothing_in_the_engine() -> None:
     with pytest.raises(Exception, match="holds weight version -1"):
         worker.take_on(rows, round="d", **{**SETTINGS, "version": 4})
     assert worker.wake() == 4
+
+
+def test_a_death_of_the_actor_that_gives_the_weights_is_nobodys_fault_here() -> None:
+    faults = Faults(script=[Fault(kind="death", method="hand_in", rank=1, nth=1)])
+    backend, told, dead = SimulatedBackend(faults=faults), Told(), False
+    error = WorkerDied(group="actor", rank=0, node="n", pid=1, method="publish", original_type="Killed", original_message="gone")
+
+    async def main() -> None:
+        nonlocal dead
+        manager = await started(backend, 2, told)
+
+        async def give(ranks: Sequence[int]) -> dict[int, int]:
+            if dead:
+                raise error
+            return dict(zip(ranks, await manager.call("load_weights", 3, ranks=ranks), strict=True))
+
+        assert await manager.serve(give) == [3, 3]
+        await manager.generate(prompts(backend), **SETTINGS)
+        dead = True
+        with pytest.raises(WorkerDied, match="actor rank 0"):
+            await manager.generate(prompts(backend), **SETTINGS)
+        with pytest.raises(WorkerDied, match="actor rank 0"):
+            await manager.serve(give)
+
+    backend.run(main())
+    assert not [text for text in told.texts if "stays out" in text]

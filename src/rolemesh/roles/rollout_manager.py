@@ -85,7 +85,7 @@ class RolloutManager(WorkerGroup):
                 for replica in lost:
                     self._put_out(replica, error)
 
-    def _lost(self, error: WorkerDied | DeadlineExceeded) -> list[Replica]:
+    def _lost(self, error: WorkerError | DeadlineExceeded) -> list[Replica]:
         """Whose fault it is; nobody's here when it is another group's."""
         fields = error.fields
         ranks = fields["ranks"] if isinstance(error, DeadlineExceeded) else (fields["rank"],)
@@ -130,6 +130,8 @@ class RolloutManager(WorkerGroup):
             if ready and self._give is not None:
                 await self._give([rank for replica in ready for rank in replica.ranks])
         except (WorkerError, DeadlineExceeded) as error:
+            if not self._lost(error):
+                raise  # the actor's, who gives the weights
             for replica in ready:
                 self.tell(f"{self._name_of(replica)} stays out: {error}")
             return
