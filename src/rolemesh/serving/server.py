@@ -1,7 +1,7 @@
 """The HTTP server: who may ask, how much, and how long; the rest is in the other files here. Runs on the controller's loop.
 
-Every request needs the token, except that nobody learns more than that without it. A client that goes away ends its requests; one that reads
-slowly holds up nobody, and its connection ends with its deadline.
+Every request needs the token. A client that goes away ends its requests; one that reads slowly holds up nobody, and its connection ends
+with its deadline.
 """
 
 from __future__ import annotations

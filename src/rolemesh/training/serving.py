@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.errors import ConfigError
-from rolemesh.models import stop_token_ids
 from rolemesh.names import ROLLOUT
 from rolemesh.roles.rollout_manager import RolloutManager
 
@@ -29,6 +28,7 @@ async def served(run: TrainingRun) -> AsyncIterator[None]:
     if not rollout.takes_requests:
         need = "roles.rollout must have tensor_parallel 1, and a worker class that answers single requests, as its built-in one"
         raise ConfigError.one("rollout.serve", need, f"{rollout.worker_class.__qualname__}, tensor_parallel {rollout.tensor_parallel}")
+    from rolemesh.models import stop_token_ids
     from rolemesh.serving import Served, Server  # an HTTP server is loaded where one is wanted
 
     config, tokenizer = run.config, run.session.tokenizer
