@@ -174,9 +174,7 @@ def test_requests_of_a_replica_that_dies_go_to_another(when: str) -> None:
         await backend.sleep(0.2)
         await backend.kill(manager.processes[1])
         answers = await asyncio.gather(*asking)
-        assert [[one.token_ids for one in two] for two in answers] == [
-            [[n, *[number] * 8, END] for n in range(2)] for number in range(4)
-        ]
+        assert [[one.token_ids for one in two] for two in answers] == [[[n, *[number] * 8, END] for n in range(2)] for number in range(4)]
         assert manager.requests.counts["serve/moved"] == 4
         if round_ is not None:
             check(await read(backend, await round_), sent, version=1)

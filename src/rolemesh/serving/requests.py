@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 from pydantic_core import from_json
 
 from rolemesh.protocols.engine import Sampling
@@ -37,6 +37,10 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
 class Body(BaseModel):
     """What both kinds of request have in common. Fields that are null count as left out."""
 
@@ -47,7 +51,7 @@ class Body(BaseModel):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[StrictStr], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)] = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -59,10 +63,6 @@ class Body(BaseModel):
     store: Any = None
 
     @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
@@ -71,10 +71,21 @@ class Body(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def _as_prompts(prompt: Any) -> Any:
+    """One prompt as a list of one. Raises ValueError for anything that is neither text nor token ids."""
+    listed = prompt if isinstance(prompt, list) else [prompt]
+    if listed and all(type(token) is int for token in listed):
+        return [listed]
+    if all(type(one) is str for one in listed) or all(type(one) is list and all(type(token) is int for token in one) for one in listed):
+        return listed
+    raise ValueError("must be a text, a list of token ids, or a list of one kind of these")
+
+
 class CompletionBody(Body):
     """Of /v1/completions."""
 
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompts: Annotated[list[str] | list[list[int]], BeforeValidator(_as_prompts)] = Field(alias="prompt")
+    """One or more, each text or token ids."""
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     """0: those of the sampled tokens. Of others the engine keeps none."""
@@ -84,12 +95,6 @@ class CompletionBody(Body):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One or more, each text or token ids."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 class Part(BaseModel):

@@ -39,7 +39,7 @@ IDLE_SECONDS: Final = 30.0
 BODY_SECONDS: Final = 30.0
 """For the body to come."""
 END_SECONDS: Final = 2.0
-"""For answers to be written when the server ends."""
+"""For answers to be written when the server ends, and for the rest of a body that nobody wants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,9 @@ class Server:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         runner = web.AppRunner(
-            app, handler_cancellation=True, keepalive_timeout=IDLE_SECONDS, access_log=None, shutdown_timeout=END_SECONDS
-        )
+            app, handler_cancellation=True, access_log=None,
+            keepalive_timeout=IDLE_SECONDS, lingering_time=END_SECONDS, shutdown_timeout=END_SECONDS,
+        )  # fmt: skip
         await runner.setup()
         try:
             site = web.TCPSite(runner, self._serve.host, self._serve.port)
