@@ -94,10 +94,11 @@ def outcome(directory: RunDirectory) -> tuple[list[pa.Table], bytes]:
     return samples, weights.read_bytes()
 
 
-def check_equal_to_quiet(tmp_path: Path, *overrides: str) -> RunDirectory:
-    overrides = (*overrides, *LEARNS, "deterministic=true", "trainer.eval_every=1", "trainer.save_samples_every=1")
-    busy = go(tmp_path / "busy", trained_beside_traffic, *overrides, "rollout.serve={}")
-    run_training(small(tmp_path / "quiet", *overrides), Quiet())
+def check_equal_to_quiet(tmp_path: Path, *layout: str) -> RunDirectory:
+    """A run in that layout, with requests, and one in one process, without any, are the same."""
+    overrides = (*LEARNS, "deterministic=true", "trainer.eval_every=1", "trainer.save_samples_every=1")
+    busy = go(tmp_path / "busy", trained_beside_traffic, *overrides, *layout, "rollout.serve={}")
+    run_training(small(tmp_path / "quiet", *overrides, *ONE_PROCESS), Quiet())
     found, expected = outcome(busy), outcome(only_run(tmp_path / "quiet"))
     assert len(found[0]) == 2
     assert found == expected
@@ -115,7 +116,8 @@ def test_a_deterministic_run_is_bit_equal_whatever_is_asked_from_outside(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("layout", [(), SPLIT], ids=["together", "split"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", [("pools.main.nodes=[1]",), SPLIT], ids=["together", "split"])
 def test_so_is_one_on_ray(tmp_path: Path, layout: tuple[str, ...]) -> None:
     check_equal_to_quiet(tmp_path, *layout)
 
@@ -156,6 +158,7 @@ def test_requests_under_way_when_weights_change_do_as_declared(tmp_path: Path, p
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 def test_requests_of_a_replica_that_is_killed_are_answered_by_another(tmp_path: Path) -> None:
     async def my_loop(run: TrainingRun, client: Client) -> None:
         manager = run.session.groups["rollout"]
@@ -217,6 +220,7 @@ def test_an_engine_that_cannot_do_what_is_declared_is_refused(tmp_path: Path, mo
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 def test_a_model_is_served_without_training(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rolemesh.cli", "serve", "demo", f"runs_dir={tmp_path / 'runs'}", "pools.main.nodes=[2]"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
