@@ -188,6 +188,19 @@ def test_requests_of_a_replica_that_dies_go_to_another(when: str) -> None:
     assert any("serves no more" in text for text in told.texts)
 
 
+def test_a_round_goes_on_without_a_replica_that_a_single_request_has_found_late() -> None:
+    async def main(backend: SimulatedBackend, told: Told) -> None:
+        manager = await started(backend, 2, told)
+        await manager.load_weights(3)
+        sent = prompts(backend)
+        round_ = asyncio.ensure_future(manager.generate(sent, **SETTINGS))
+        await backend.sleep(0.5)
+        manager._put_out(manager.replicas[1], DeadlineExceeded(waiter="the controller", subject="rank 1 to talk", seconds=10.0))
+        check(await read(backend, await round_), sent)
+
+    run(main, hand_in=1.0)
+
+
 def test_when_no_replica_is_left_requests_wait_for_one_or_their_deadline() -> None:
     async def main(backend: SimulatedBackend, told: Told) -> None:
         manager = await started(backend, 2, told)

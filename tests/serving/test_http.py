@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from rolemesh.models import encode_prompt, load_tokenizer
 from rolemesh.protocols.engine import Sampling, WeightSpan
 from rolemesh.protocols.requests import Answer, Growing
 from rolemesh.serving import Served, Server, server
+from rolemesh.serving.requests import ChatBody, CompletionBody
 from rolemesh.serving.text import Reading
 
 CONFIG = load_config("demo", ["data.max_prompt_tokens=40", "data.max_response_tokens=24"])
@@ -455,3 +457,16 @@ async def test_an_address_that_cannot_be_had_is_a_config_error() -> None:
         with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}"):
             async with serving(Scripted(), port=port):
                 pass
+
+
+def test_the_page_lists_every_parameter() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    fields = {name: field for body in (CompletionBody, ChatBody) for name, field in body.model_fields.items()}
+    known = {field.alias or name for name, field in fields.items()} - {
+        "best_of",
+        "echo",
+        "presence_penalty",
+        "frequency_penalty",
+        "top_logprobs",
+    }
+    assert [name for name in sorted(known) if f"`{name}" not in page] == []

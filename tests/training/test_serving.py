@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -245,6 +247,11 @@ def test_a_model_is_served_without_training(tmp_path: Path) -> None:
         assert ask(token)["choices"][0]["weight_version"] == 0
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask("other")
+        page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+        if shutil.which("curl"):
+            (example,) = re.findall("```bash\n(.*?)```", page, re.DOTALL)
+            told = json.loads(subprocess.run(["bash", "-c", example], cwd=tmp_path, capture_output=True, check=True, timeout=60).stdout)
+            assert told["choices"][0]["token_ids"]
         pids = [worker["pid"] for worker in status["workers"]]
         assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)

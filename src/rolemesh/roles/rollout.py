@@ -69,16 +69,18 @@ class RolloutWorker(WeightTaker):
 
     @property
     def _in_flight(self) -> InFlight:
-        """What becomes of requests from outside when weights change; for those that are waited for nothing is left to do then."""
+        """What becomes of requests from outside when weights change, unless they have ended before."""
         serve = self.config.rollout.serve
         return "refuse" if serve is None or serve.in_flight == "wait" else serve.in_flight
 
     def take_weights(self, weights: Weights, version: int) -> int:
         """Weights that do not fit, or do not come whole, are refused and leave the engine refusing. Rows of a round that was given up
-        end; requests from outside do as `rollout.serve.in_flight` says."""
+        end; requests from outside do as `rollout.serve.in_flight` says, and end where it says nothing."""
         self._give_up_round()
         serve = self.config.rollout.serve
-        if serve is not None and serve.in_flight == "wait":
+        if serve is None:
+            self._desk.take(self.engine.abort())
+        elif serve.in_flight == "wait":
             self._finish_requests(serve.patience)
         self._desk.take(self.engine.load_weights(weights, version, in_flight=self._in_flight))
         return self.engine.weight_version

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rolemesh.errors import DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable, WorkerError
+from rolemesh.errors import DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable
 from rolemesh.observe import Metrics
 from rolemesh.protocols.engine import Request, Sampling
 from rolemesh.protocols.requests import FIRST_DRAW, Answer, Ask, Growing, News
@@ -267,7 +267,7 @@ class Requests:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await post.written.wait()
-        except (WorkerError, DeadlineExceeded) as error:
+        except RolemeshError as error:
             self._lost(replica, error)
         finally:
             if pump is not None:

@@ -185,6 +185,10 @@ def questions(
     encode: Callable[[str | list[dict[str, str]]], list[int]],
 ) -> Questions:
     """Everything that the engine needs. Raises Refused."""
+    count, name = (1, "messages") if isinstance(body, ChatBody) else (len(body.prompts), "prompt")
+    if not 1 <= count * body.n <= limits.answers:
+        text = f"1 to {limits.answers} answers at a time (rollout.serve.requests), got {count} prompts, {body.n} answers each"
+        raise Refused(400, text, param=name, code="invalid_value")
     if isinstance(body, ChatBody):
         asked = body.max_completion_tokens or body.max_tokens or limits.answer_tokens
         prompts = [encode([message.plain() for message in body.messages])]
@@ -196,10 +200,6 @@ def questions(
     if asked > limits.answer_tokens:
         text = f"max_tokens must be at most {limits.answer_tokens} (data.max_response_tokens), got {asked}"
         raise Refused(400, text, param="max_tokens", code="invalid_value")
-    name = "messages" if isinstance(body, ChatBody) else "prompt"
-    if not prompts or len(prompts) * body.n > limits.answers:
-        text = f"1 to {limits.answers} answers at a time (rollout.serve.requests), got {len(prompts)} prompts, {body.n} answers each"
-        raise Refused(400, text, param=name, code="invalid_value")
     for prompt in prompts:
         check_length(len(prompt), limits, name)
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
