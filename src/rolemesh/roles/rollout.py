@@ -76,7 +76,7 @@ class RolloutWorker(WeightTaker):
     def take_weights(self, weights: Weights, version: int) -> int:
         """Weights that do not fit, or do not come whole, are refused and leave the engine refusing. Rows of a round that was given up
         end; requests from outside do as `rollout.serve.in_flight` says, and end where it says nothing."""
-        self._give_up_round()
+        self._abort()
         serve = self.config.rollout.serve
         if serve is None:
             self._desk.take(self.engine.abort())
@@ -103,7 +103,7 @@ class RolloutWorker(WeightTaker):
     @register(dispatch="data_parallel", reads=("prompt_ids",), writes=WRITES)
     def generate(self, batch: Batch, *, version: int, temperature: float, seed: int) -> Batch:
         """Answer every row. Raises StaleWeights unless the engine holds exactly `version`."""
-        self._give_up_round()
+        self._abort()
         self._add(batch, version, temperature, seed)
         done = {completion.id: completion for completion in self._run(len(batch))}
         return self._write([done[draw, sample] for draw, sample in batch.ids.tolist()])
@@ -113,7 +113,7 @@ class RolloutWorker(WeightTaker):
         """Queue rows of a round, beside those that the engine has of it. What is left of another round ends. Raises StaleWeights unless
         the engine holds exactly `version`."""
         if round != self._round:
-            self._give_up_round()
+            self._abort()
             self._round = round
         self._add(batch, version, temperature, seed)
 
@@ -121,9 +121,7 @@ class RolloutWorker(WeightTaker):
     def hand_in(self, *, round: str, at_least: int) -> Batch:
         """Go on until so many of the rows taken on are answered, or all; returns these, in the order in which they ended. The others
         stay in the engine."""
-        unfinished = len(self._rows) + len(self._ended)
-        if round != self._round or not unfinished:
-            raise RuntimeError(f"round {round} has no request here; the engine has {unfinished} of round {self._round or 'none'}")
+        self._require_round(round)
         return self._write(self._run(at_least))
 
     @register(dispatch=ONE_REPLICA)
@@ -151,7 +149,7 @@ class RolloutWorker(WeightTaker):
     @register(dispatch="all", mutates=True)
     def sleep(self, keep_weights: bool) -> None:
         """Give memory back until `wake`; rows that are not handed in end. Nothing is generated meanwhile."""
-        self._give_up_round()
+        self._abort()
         self._desk.take(self.engine.abort())
         self.engine.sleep(keep_weights=keep_weights)
 
@@ -161,20 +159,36 @@ class RolloutWorker(WeightTaker):
         self.engine.wake()
         return self.engine.weight_version
 
-    def _add(self, batch: Batch, version: int, temperature: float, seed: int) -> None:
-        if self.engine.weight_version != version:
-            where = f"{self.context.group} rank {self.context.rank}"
-            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
-        rows = zip(batch.ids.tolist(), batch.rows("prompt_ids"), strict=True)
-        requests = [Request(id=(draw, sample), prompt_ids=prompt) for (draw, sample), prompt in rows]
-        self.engine.add(requests, self._sampling(temperature, seed))
-        self._rows.update(request.id for request in requests)
+    def _require_round(self, round: str) -> None:
+        if round != self._round or not self._unfinished:
+            raise RuntimeError(f"round {round} has no request here; there are {self._unfinished} of round {self._round or 'none'}")
 
-    def _give_up_round(self) -> None:
+    @property
+    def _unfinished(self) -> int:
+        """Rows taken on that are not handed in."""
+        return len(self._rows) + len(self._ended)
+
+    def _abort(self) -> None:
+        """Rows that are not handed in end."""
         self.engine.abort(self._rows)
         self._rows.clear()
         self._ended.clear()
-        self._round = ""
+
+    def _add(self, batch: Batch, version: int, temperature: float, seed: int) -> None:
+        self._require(version)
+        rows = zip(batch.ids.tolist(), batch.rows("prompt_ids"), strict=True)
+        requests = [Request(id=(draw, sample), prompt_ids=prompt) for (draw, sample), prompt in rows]
+        self._begin(requests, self._sampling(temperature, seed))
+
+    def _require(self, version: int) -> None:
+        if self.engine.weight_version != version:
+            where = f"{self.context.group} rank {self.context.rank}"
+            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
+
+    def _begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Give requests of the round to the engine."""
+        self.engine.add(requests, sampling)
+        self._rows.update(request.id for request in requests)
 
     def _run(self, at_least: int) -> list[Completion]:
         """Answers to rows of the round, in the order in which they ended."""
@@ -185,11 +199,16 @@ class RolloutWorker(WeightTaker):
         return done
 
     def _step(self) -> None:
+        """One of the engine. Requests from outside join and are told of; what ends of the round goes to `_take`."""
         self._desk.admit(self.engine)
         done = self._desk.take(self.engine.step())
         self._desk.show(self.engine)
         self._rows.difference_update(completion.id for completion in done)
-        self._ended += done
+        self._take(done)
+
+    def _take(self, completions: Sequence[Completion]) -> None:
+        """These requests of the round have ended."""
+        self._ended += completions
 
     @contextmanager
     def _nothing_left_behind(self) -> Iterator[None]:
@@ -197,7 +216,7 @@ class RolloutWorker(WeightTaker):
         try:
             yield
         except BaseException:
-            self._give_up_round()
+            self._abort()
             self.engine.abort()
             self._desk.forget()
             raise
