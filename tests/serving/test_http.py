@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rolemesh.config import load_config
 from rolemesh.config.schema import ServeConfig
@@ -218,22 +220,45 @@ async def test_a_stop_text_ends_the_answer_and_the_work_for_it() -> None:
         assert (await client.complete(prompt="3", stop=["zzz"], max_tokens=20))["choices"][0]["text"] == "1 + 2 = 3"
 
 
+def read_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
 def test_text_that_may_still_change_is_held_back() -> None:
-    pieces = ["a", "b\ufffd", "bé", "éEN", "D"]
-
-    def decode(tokens: Sequence[int]) -> str:
-        return ["", "a", "ab\ufffd", "abé", "abéEN", "abéEND."][len(tokens)]
-
-    reading = Reading(decode, ["END"])
+    tokens = "aébéEND.".encode()
+    reading = Reading(read_bytes, ["END", "xx"], live=True)
     shown = []
-    for count in range(1, len(pieces) + 1):
-        reading.read(range(count), finished=False)
+    for count in range(1, len(tokens) + 1):
+        reading.read(tokens[:count], finished=False)
         shown.append(reading.text)
-    assert shown == ["a", "ab", "abé", "abé", "abé"]
-    assert (reading.stopped, reading.tokens) == (True, 5)
-    reading = Reading(decode, ["ENDE"])
-    reading.read(range(4), finished=True)
-    assert (reading.text, reading.stopped, reading.tokens) == ("abéEN", False, 4)
+    assert shown == ["a", "a", "aé", "aéb", "aéb", *["aébé"] * 5]
+    assert (reading.stopped, reading.tokens) == (True, 9)
+    reading = Reading(read_bytes, ["END", "xx"], live=False)
+    reading.read(tokens[:2], finished=False)
+    reading.read(tokens, finished=True)  # much at a time
+    assert (reading.text, reading.stopped, reading.tokens) == ("aébé", True, 9)
+    for live in (True, False):
+        reading = Reading(read_bytes, [], live=live)
+        reading.read(tokens[:8], finished=False)
+        assert reading.text == ("aébéEN" if live else "")
+        reading.read(tokens[:9] + b"\xff", finished=True)
+        assert (reading.text, reading.stopped, reading.tokens) == ("aébéEND\ufffd", False, 10)
+
+
+@given(st.text(alphabet="abé🙂 ", max_size=30), st.lists(st.text(alphabet="abé🙂 ", min_size=1, max_size=4), max_size=3), st.data())
+def test_however_text_comes_it_ends_at_the_first_stop_and_never_shrinks(text: str, stops: list[str], data: st.DataObject) -> None:
+    tokens = text.encode()
+    reading, shown, count = Reading(read_bytes, stops, live=data.draw(st.booleans())), "", 0
+    while count < len(tokens) and not reading.stopped:
+        count = data.draw(st.integers(count + 1, len(tokens)))
+        reading.read(tokens[:count], finished=count == len(tokens))
+        assert reading.text.startswith(shown)
+        shown = reading.text
+    ends = [n for n in range(1, len(tokens) + 1) if any(stop in read_bytes(tokens[:n]) for stop in stops)]
+    assert reading.stopped == bool(ends)
+    assert reading.tokens == (ends or [len(tokens)])[0]
+    whole = read_bytes(tokens[: reading.tokens])
+    assert reading.text == whole[: min((whole.find(stop) for stop in stops if stop in whole), default=None)]
 
 
 async def test_only_who_has_the_token_learns_anything() -> None:

@@ -55,7 +55,7 @@ class Answering(Protocol):
 
     def answer(self, prompt_ids: Sequence[int], sampling: Sampling, *, count: int = 1, deadline: float) -> Growing:
         """`count` answers to one prompt, as they grow: yields all of them whenever some have more tokens, and ends when all are finished.
-        What was yielded changes meanwhile. If a replica is lost they begin anew elsewhere, and may have fewer tokens then, or others.
+        What was yielded grows meanwhile. An answer whose replica is lost begins anew elsewhere, as another `Answer` in its place.
 
         The same seed gives the same random numbers, whatever else is asked for. Whoever stops early has to close the iterator
         (`contextlib.aclosing`): the requests end then. Raises Overloaded when too many are open, Unavailable when nobody answers any

@@ -28,7 +28,7 @@ class Shape:
         self._frame = {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
     def reading(self) -> Reading:
-        return Reading(self._decode, self._body.stop)
+        return Reading(self._decode, self._body.stop, live=self._body.stream)
 
     def whole(self, rows: Sequence[tuple[Reading, Answer]]) -> dict[str, Any]:
         """The answer that is not streamed; rows of one prompt follow each other."""

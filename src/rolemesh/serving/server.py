@@ -168,13 +168,14 @@ class Server:
     async def _read(self, asked: Questions, number: int, count: int, shape: Shape) -> AsyncGenerator[Rows, None]:
         """The answers to a prompt with their texts, as they grow. Raises Refused."""
         readings = [shape.reading() for _ in range(count)]
+        read: list[Answer | None] = [None] * count
         prompt, deadline = asked.prompts[number], self._serve.deadline
         try:
             async with aclosing(self._served.answering.answer(prompt, asked.sampling, count=count, deadline=deadline)) as growing:
                 async for answers in growing:
                     for place, answer in enumerate(answers):
-                        if readings[place].tokens > len(answer.token_ids):
-                            readings[place] = shape.reading()  # it began anew on another replica
+                        if read[place] is not answer:  # at first, or it has begun anew on another replica
+                            read[place], readings[place] = answer, shape.reading()
                         readings[place].read(answer.token_ids, finished=answer.finish_reason is not None)
                     rows = list(zip(readings, answers, strict=True))
                     yield rows
