@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rolemesh.names import ACTOR, REF
+from rolemesh.names import ACTOR, REF, REWARD
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -200,11 +200,36 @@ class RolloutConfig(Section):
     """Seconds in which one of several rollout workers has to hand in some answers; then others get its prompts."""
 
 
+class RewardModelConfig(Section):
+    """A model that scores answers and is never trained. The role `reward` then has its workers in the slots of its pool."""
+
+    path: str
+    """A Hugging Face folder, also one inside an installed package: a sequence classifier with one label, or a causal model whose files hold
+    a head with one output beside it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of its weights and products."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the folder. Off unless you know its author."""
+    chat: bool | None = None
+    """Apply the model's own chat template to prompt and answer. By default where it has one and another vocabulary than the policy; with
+    the same vocabulary it reads the policy's tokens as they are."""
+    max_tokens: Positive | None = None
+    """Most tokens of prompt and answer that it reads; as many as the model and its tokenizer take when not set."""
+    overlong: Literal["error", "left", "right"] = "error"
+    """Rows above that: without a reward (status `error`), or cut on the left or right, and counted."""
+
+    @property
+    def as_model(self) -> ModelConfig:
+        """For whoever loads models."""
+        return ModelConfig(path=self.path, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+
+
 class RewardConfig(Section):
-    """One reward function; the rewards of a list are summed by weight."""
+    """One reward function, or model; the rewards of a list are summed by weight."""
 
     name: str = "reasoning_gym"
-    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`)."""
+    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`). With
+    `model` what to call that one; then `model` when not set."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     sources: tuple[str, ...] | None = None
@@ -217,6 +242,13 @@ class RewardConfig(Section):
     """Seconds for one sample; then its work is ended for good, and the sample has no reward (status `timeout`)."""
     memory_mb: Positive | None = 4096
     """Memory that a scoring process and what it starts may hold; a sample that takes more has no reward. No limit when null."""
+    model: RewardModelConfig | None = None
+    """Score by this model instead of a function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_a_model(cls, value: Any) -> Any:
+        return {"name": "model", **value} if isinstance(value, dict) and value.get("model") is not None else value
 
 
 class RoleConfig(Section):
@@ -225,9 +257,9 @@ class RoleConfig(Section):
     pool: str = "main"
     """Name of the pool that holds the role's workers."""
     workers: Positive | Literal["auto"] = "auto"
-    """Number of worker processes; `auto` takes all slots of the pool (reward: derived from CPUs)."""
+    """Number of worker processes; `auto` takes all slots of the pool (reward without a model: derived from CPUs)."""
     cpus: PositiveFloat | None = None
-    """CPUs of one worker of a role that has processes of its own (reward); derived when not set."""
+    """CPUs of one worker of a role that has processes of its own (reward without a model); derived when not set."""
     processes: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Scoring processes of one reward worker; one for each of its CPUs when not set. More than that pays if functions wait."""
     worker: str | None = None
@@ -380,6 +412,16 @@ class Config(Section):
     sft: SftConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @property
+    def reward_models(self) -> dict[int, RewardModelConfig]:
+        """Models that score answers, by their place in the section `reward`."""
+        return {number: reward.model for number, reward in enumerate(self.reward) if reward.model is not None}
+
+    @property
+    def process_roles(self) -> tuple[str, ...]:
+        """Roles with processes of their own beside the slots: rewards that need no model."""
+        return () if self.reward_models else (REWARD,)
 
     @property
     def ref_is_actor(self) -> bool:

@@ -30,7 +30,7 @@ def balance_hints(config: Config, stages: Sequence[Stage], seconds_per_step: flo
 
 def _reward(config: Config, stages: dict[tuple[str, str], Stage], step: float) -> Iterator[str]:
     stage = stages.get((REWARD, "score"))
-    if stage is None or stage.seconds < max(LEAST_SECONDS, REWARD_SHARE * step):
+    if stage is None or stage.bound != "functions" or stage.seconds < max(LEAST_SECONDS, REWARD_SHARE * step):
         return
     rest = max(step - stage.seconds, LEAST_SECONDS)
     wanted = math.ceil(stage.workers * stage.seconds / (REWARD_SHARE * rest))
