@@ -152,6 +152,18 @@ def test_chat_template_of_the_model(tmp_path: Path, worker_of) -> None:
     assert plain.score(batch_of(TEXTS)).scalars("reward").tolist() == pytest.approx(expected(told), abs=1e-6)
 
 
+def test_with_the_policys_vocabulary_the_template_has_to_be_asked_for(tmp_path: Path, worker_of) -> None:
+    model = save_reward_model(tmp_path, type(POLICY).from_pretrained(POLICY.name_or_path, chat_template=TEMPLATE))
+    data = batch_of(TEXTS)
+    as_they_are = [prompt + response for prompt, response in zip(data.rows("prompt_ids"), data.rows("response_ids"), strict=True)]
+    templated = [POLICY(f"<u>{prompt}<a>{response}.", add_special_tokens=False)["input_ids"] for prompt, response in TEXTS]
+    if POLICY.bos_token_id is not None:
+        templated = [[POLICY.bos_token_id, *ids] for ids in templated]
+    for chat, read in ((None, as_they_are), (True, templated)):
+        found = worker_of({"model": {"path": str(tmp_path), "chat": chat}}).score(data).scalars("reward")
+        assert found.tolist() == pytest.approx([own_score(model, ids) for ids in read], abs=1e-6)
+
+
 def test_rows_that_are_too_long_or_refused_have_no_reward_or_are_cut(tmp_path: Path, worker_of) -> None:
     refuses = "{% if messages[0].content == '9 =' %}{{ raise_exception('no nines') }}{% endif %}" + TEMPLATE
     model = save_reward_model(tmp_path, letters(refuses, bos_token="^"))

@@ -53,7 +53,7 @@ class RewardReader:
             need = f"must be at most {min(limits)}, which is what the model takes"
             raise ConfigError.one(f"{option}.max_tokens", need, str(config.max_tokens), "Lower it, or leave it out")
         self._limit = config.max_tokens or min(limits, default=NO_LIMIT)
-        self._overlong = config.overlong
+        self._overlong, self._option = config.overlong, option
 
     def encode(self, prompt: str, messages: str | None, answer: str, *, ended: bool) -> list[int]:
         """Ids of texts. `messages` is JSON of the chat messages that the prompt was made of, where it was; `ended` says that the policy
@@ -80,6 +80,6 @@ class RewardReader:
         if len(ids) <= self._limit or self._overlong == "right":
             return list(ids[: self._limit])
         if self._overlong == "error":
-            raise UnreadableSample(f"{len(ids)} tokens, and the model reads at most {self._limit}")
+            raise UnreadableSample(f"{len(ids)} tokens, and the model reads at most {self._limit}; {self._option}.overlong=left cuts them")
         head = list(ids[:1]) if ids[0] == self._tokenizer.bos_token_id else []
         return head + list(ids[len(ids) - (self._limit - len(head)) :])
