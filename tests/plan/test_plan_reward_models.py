@@ -97,8 +97,19 @@ def test_predicted_time_is_that_of_the_model_or_of_the_functions(plan) -> None:
     assert (short.bound, short.call, short.workers) == ("functions", "score", 2)
     assert short.flops > 0
     assert long.bound != "functions"
+    slow = plan("1x8:H100", **SPLIT, trainer={"prompts_per_step": 10_000}, data={"max_prompt_tokens": 6, "max_response_tokens": 4})
+    assert any("slots of pool judge would be in proportion" in warning for warning in slow.warnings)
     assert long.flops > 1000 * short.flops
     assert long.seconds > short.seconds
+
+
+def test_in_shared_slots_the_reward_takes_turns(plan) -> None:
+    roles = {"actor": {}, "rollout": {}, "ref": {}, "reward": {}}
+    beside = {"pools": {"main": {"nodes": [2]}, "judge": {"nodes": [2]}}, "roles": roles | {"reward": {"pool": "judge"}}}
+    together, apart = plan(pools={"main": {"nodes": [2]}}, roles=roles), plan(**beside)
+    times = [stage.seconds for stage in together.stages if stage.call in ("score", "logprobs")]
+    assert len(times) == 2
+    assert together.seconds_per_step - apart.seconds_per_step == pytest.approx(min(times))
 
 
 def test_a_model_that_cannot_be_read_is_a_problem(plan, tmp_path: Path) -> None:

@@ -30,15 +30,16 @@ def balance_hints(config: Config, stages: Sequence[Stage], seconds_per_step: flo
 
 def _reward(config: Config, stages: dict[tuple[str, str], Stage], step: float) -> Iterator[str]:
     stage = stages.get((REWARD, "score"))
-    if stage is None or stage.bound != "functions" or stage.seconds < max(LEAST_SECONDS, REWARD_SHARE * step):
+    if stage is None or stage.seconds < max(LEAST_SECONDS, REWARD_SHARE * step):
         return
     rest = max(step - stage.seconds, LEAST_SECONDS)
     wanted = math.ceil(stage.workers * stage.seconds / (REWARD_SHARE * rest))
     if wanted > stage.workers:
-        yield (
-            f"reward: scoring takes about {seconds(stage.seconds)} of a step of {seconds(step)} with {_many(stage.workers, 'worker')}; "
-            f"roles.reward.workers={wanted} would be in proportion, or more of roles.reward.processes if functions wait"
-        )
+        more = f"roles.reward.workers={wanted} would be in proportion, or more of roles.reward.processes if functions wait"
+        if REWARD not in config.process_roles:
+            more = f"{wanted} slots of pool {config.roles[REWARD].pool} would be in proportion"
+        now = f"{seconds(stage.seconds)} of a step of {seconds(step)} with {_many(stage.workers, 'worker')}"
+        yield f"reward: scoring takes about {now}; {more}"
 
 
 def _critic(config: Config, stages: dict[tuple[str, str], Stage]) -> Iterator[str]:

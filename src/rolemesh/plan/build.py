@@ -68,7 +68,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
     if problems and inventory.pending:
         problems.append(Problem(subject="cluster", need="others wait for room too", free="; ".join(inventory.pending), remedy=LATER))
     stages = tuple(predict_stages(config, models, judges, inventory.nodes, workers))
-    step = step_seconds(stages, {name: role.pool for name, role in config.roles.items()})
+    step = step_seconds(stages, {name: role.pool for name, role in config.roles.items() if name not in config.process_roles})
     complete = not placement.problems
     return Plan(
         nodes=inventory.nodes,

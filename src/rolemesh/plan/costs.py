@@ -85,11 +85,11 @@ def predict_stages(
 
 def step_seconds(stages: Iterable[Stage], pools: Mapping[str, str]) -> float:
     """Seconds of a step: the groups of calls that the loop makes after each other. In each, roles of one pool take turns and those of
-    different pools work side by side; `pools` has the pool of each role, functions of rewards have processes of their own."""
+    different pools work side by side; `pools` has the pool of each role but of those with processes of their own."""
     phases: dict[int, dict[str, float]] = {}
     for stage in stages:
         number = {"generate": 0, "score": 1, "logprobs": 1, "values": 1, "update": 2, "publish": 3}[stage.call]
-        place = stage.role if stage.bound == "functions" else pools[stage.role]
+        place = pools.get(stage.role, stage.role)
         phase = phases.setdefault(number, {})
         phase[place] = phase.get(place, 0.0) + stage.seconds
     return sum(max(phase.values()) for phase in phases.values())
