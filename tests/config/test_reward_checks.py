@@ -81,6 +81,7 @@ def test_what_does_not_go_with_a_model(config_of) -> None:
         ("LlamaForSequenceClassification", {"norm.weight": (8,)}, {"num_labels": 1}, "no weight with one output"),
         ("LlamaForCausalLM", {"lm_head.weight": (20, 8)}, {}, "without a weight [1, hidden]"),
         ("Qwen2MoeForCausalLM", {"model.layers.0.mlp.shared_expert_gate.weight": (1, 8)}, {}, "without a weight [1, hidden]"),
+        ("LlamaForCausalLM", {"model.layers.0.a.weight": (8, 8), "model.b.weight": (1, 8)}, {}, "without a weight [1, hidden]"),
         ("LlamaForCausalLM", {"a.weight": (1, 8), "b.weight": (1, 8)}, {}, "without a weight [1, hidden]"),
         ("LlamaModel", {"norm.weight": (8,)}, {}, "LlamaModel in config.json"),
     ],
@@ -95,7 +96,7 @@ def test_a_model_that_gives_no_score_is_refused(config_of, tmp_path: Path, archi
 
 def test_a_head_beside_a_causal_model_will_do(config_of, tmp_path: Path) -> None:
     weights = {
-        "model.embed_tokens.weight": (20, 8),
+        "model.layers.0.a.weight": (8, 8),
         "lm_head.weight": (20, 8),
         "v_head.summary.weight": (1, 8),
         "v_head.summary.bias": (1,),

@@ -46,8 +46,10 @@ def stored_head(path: str) -> str | None:
     of a critic or reward model. None where there is none, or several. Raises ConfigError for files that cannot be read."""
     if path in BUILTIN_MODELS or (files := model_files(path)).gguf:
         return None
-    found = [name for name, shape in stored_shapes(files).items() if name.endswith(".weight") and len(shape) == 2 and shape[0] == 1]
-    heads = [name for name in found if not any(part.isdigit() for part in name.split("."))]  # layers are numbered
+    shapes = stored_shapes(files)
+    body = {name.split(".")[0] for name in shapes if any(part.isdigit() for part in name.split("."))}  # which has numbered layers
+    beside = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and name.split(".")[0] not in body}
+    heads = [name for name, shape in beside.items() if len(shape) == 2 and shape[0] == 1]
     return heads[0] if len(heads) == 1 else None
 
 

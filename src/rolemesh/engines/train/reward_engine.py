@@ -85,8 +85,8 @@ class RewardEngine:
             return None
         row = probe[0].tolist()
         last = torch.tensor([self._end(row) - 1], device=self._device)
-        own = cast(Any, classifier)(input_ids=probe).logits[:, 0].float()
-        return value if near(value(last, input_ids=probe), own) else None
+        own = cast(Any, classifier)(input_ids=probe).logits[:, 0]
+        return value if near(value(last, input_ids=probe).to(own.dtype), own) else None
 
     def _packs(self, backbone: nn.Module, packing: bool) -> bool:
         """Raises ValueError for a body that is not causal."""
