@@ -48,7 +48,7 @@ def problems(config: Config, **builtins: list[str]) -> dict[str, str]:
 
 def test_an_entry_with_a_model_beside_functions(config_of, tmp_path: Path) -> None:
     config = config_of(
-        "[{name: exact}, {weight: 0.5, model: {path: GOOD}}, {name: harm, weight: -1, model: {path: GOOD, dtype: bfloat16}}]"
+        "[{name: exact}, {weight: 0.5, sources: [a], model: {path: GOOD}}, {name: harm, weight: -1, model: {path: GOOD, dtype: bfloat16}}]"
     )
     assert [reward.name for reward in config.reward] == ["exact", "model", "harm"]
     assert list(config.reward_models) == [1, 2]

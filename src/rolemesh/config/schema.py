@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from rolemesh.config.model_schema import LoraConfig as LoraConfig
 from rolemesh.config.model_schema import ModelConfig as ModelConfig
@@ -184,10 +184,10 @@ class RewardConfig(Section):
     model: RewardModelConfig | None = None
     """Score by this model instead of a function."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_of_a_model(cls, value: Any) -> Any:
-        return {"name": "model", **value} if isinstance(value, dict) and value.get("model") is not None else value
+    def model_post_init(self, context: Any) -> None:
+        """What a model is called that was not named."""
+        if self.model is not None and "name" not in self.model_fields_set:
+            object.__setattr__(self, "name", "model")
 
 
 class RoleConfig(Section):
