@@ -103,7 +103,7 @@ APART = (
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", [TOGETHER, APART], ids=["together", "apart"])
 def test_rewards_are_those_of_transformers_on_any_number_of_workers(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    """Two workers have five rows in the slots of others; or three in slots of their own, of which one is killed then. A single row does too."""
+    """Two workers have five rows, and one, in the slots of others; or three in slots of their own, of which one is killed then."""
     model = save_reward_model(tmp_path / "judge")
     judged = (*PPO, JUDGED.format(folder=tmp_path / "judge"), "sft=null", "trainer.prompts_per_step=1", "algorithm.group_size=5")
     config = small(tmp_path, *judged, *layout)
