@@ -114,7 +114,8 @@ class FastRunner:
         self._columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
         self._length = np.zeros(self._rows, np.int64)
         self._turns = self._rotary_table(model)
-        self._cache = torch.empty(0)  # allocated when it is first needed
+        self._cache = torch.empty(0)  # allocated when it is first needed, as the scratch
+        self._decode_scratch: _Scratch | None = None
         self._blocks: dict[tuple[int, int], tuple[_Scratch, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]] = {}
         self._places = self._first_places()
         self._column = torch.arange(self._columns, device=device)
@@ -156,7 +157,8 @@ class FastRunner:
         self._blocks.clear()
         self._layers.clear()
         self._cache = self._embedding = torch.empty(0)
-        del self._decode_scratch, self._head
+        self._decode_scratch = None
+        del self._head
 
     def _allocate(self) -> None:
         # one row more: the keys and values of the remembered prompt
@@ -340,6 +342,7 @@ class FastRunner:
         [rows * heads, columns, head_dim]. Made once for each block of rows."""
         if (start, stop) not in self._blocks:
             whole, rows = self._decode_scratch, stop - start
+            assert whole is not None
             caches = [
                 (layer.view(-1, self._head_dim), layer[0, start:stop].flatten(0, 1).transpose(1, 2), layer[1, start:stop].flatten(0, 1))
                 for layer in self._cache
