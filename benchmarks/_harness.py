@@ -67,18 +67,22 @@ def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
 
 class Side:
     """A program, perhaps of another environment, that runs beside this one: a JSON list [what, arguments...] a line to it, a JSON value a
-    line back. It begins with {"version": ...}, or with {"missing": why it cannot run}."""
+    line back. Its first line, which `greet` waits for, is {"version": ...}, or {"missing": why it cannot run}."""
+
+    version = missing = ""
 
     def __init__(self, name: str, command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> None:
-        """`seconds` is the longest that any answer may take."""
+        """Starts it. `seconds` is the longest that any answer may take."""
         self._name, self._seconds = name, seconds
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
         )
+
+    def greet(self) -> Side:
         hello = self.answer()
-        self.missing: str = hello.get("missing", "")
-        self.version: str = hello.get("version", "")
+        self.version, self.missing = hello.get("version", ""), hello.get("missing", "")
+        return self
 
     def tell(self, what: str, *parameters: Any) -> None:
         """Ask without waiting."""

@@ -41,7 +41,8 @@ Sides = Sequence[Side]
 def start(kind: str, python: str, processes: int, threads: int) -> Sides:
     script = str(Path(__file__).with_name("_rollout_side.py"))
     cores = str(threads)
-    return [Side(kind, [python, script, kind, cores], SECONDS, {"OMP_NUM_THREADS": cores}) for _ in range(processes)]
+    sides = [Side(kind, [python, script, kind, cores], SECONDS, {"OMP_NUM_THREADS": cores}) for _ in range(processes)]
+    return [side.greet() for side in sides]
 
 
 def ask_all(sides: Sides, what: str, *parameters: object) -> float:
