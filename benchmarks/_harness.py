@@ -97,9 +97,7 @@ class Side:
         line = self._process.stdout.readline() if readable else b""
         if not line:
             self._process.kill()
-            raise SystemExit(
-                f"{self._name} ended or did not answer in {self._seconds:g} s; run {self._process.args} by hand to see why"
-            )
+            raise SystemExit(f"{self._name} ended or did not answer in {self._seconds:g} s; run {self._process.args} by hand to see why")
         return json.loads(line)
 
     def ask(self, what: str, *parameters: Any) -> Any:

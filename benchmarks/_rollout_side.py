@@ -22,7 +22,6 @@ os.environ["OMP_NUM_THREADS"] = THREADS
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as the built-in engine
     "TORCH_COMPILE_DISABLE": "1" if KIND == "vllm" else "0",  # sampling with log-probabilities compiles for seconds otherwise
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -73,9 +72,7 @@ class Vllm:
     def run(self, prompts: list[list[int]], lengths: list[int]) -> tuple[int, int]:
         from vllm import SamplingParams
 
-        settings = [
-            SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0) for length in lengths
-        ]
+        settings = [SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0) for length in lengths]
         self.engine.reset_prefix_cache()
         done = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
         answers = [request.outputs[0] for request in done]

@@ -13,10 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from typing import Any
-
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # whatever libraries print is no answer
+from typing import Any, TextIO
 
 import torch
 import trl
@@ -39,13 +36,16 @@ class Lengths(StoppingCriteria):
 class OneAtATime(TrainerCallback):
     """Begins a step when told to."""
 
+    def __init__(self, answers: TextIO) -> None:
+        self._answers = answers
+
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if not sys.stdin.readline():
-            raise SystemExit
+            os._exit(0)  # nothing is left to be written or joined
         self._began = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        print(json.dumps(time.perf_counter() - self._began), file=ANSWERS)
+        print(json.dumps(time.perf_counter() - self._began), file=self._answers)
 
 
 def length_reward(completions: list[str], **_: object) -> list[float]:
@@ -53,6 +53,8 @@ def length_reward(completions: list[str], **_: object) -> list[float]:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever libraries print is no answer
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank, ranks, group = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), settings["group"]
@@ -70,7 +72,7 @@ def main() -> None:
         generation_kwargs={"eos_token_id": None, "suppress_tokens": [tokenizer.pad_token_id]},
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=model, args=options, processing_class=tokenizer, reward_funcs=length_reward, callbacks=[OneAtATime()],
+        model=model, args=options, processing_class=tokenizer, reward_funcs=length_reward, callbacks=[OneAtATime(answers)],
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in settings["prompts"]]),
     )  # fmt: skip
     if lengths := settings["lengths"]:
@@ -81,7 +83,7 @@ def main() -> None:
             return generate(**inputs, stopping_criteria=StoppingCriteriaList([stop]))
 
         model.generate = to_lengths
-    print(json.dumps({"version": trl.__version__}), file=ANSWERS)
+    print(json.dumps({"version": trl.__version__}), file=answers)
     trainer.train()
 
 

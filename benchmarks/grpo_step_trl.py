@@ -24,7 +24,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))

