@@ -2,7 +2,8 @@
 
 Against a plain module forward it saves operations, which is what counts for small models and on CPUs: query, key and value are one
 matrix, gate and up another; the weight of a norm is folded into the matrix behind it; rotary embedding is one complex
-multiplication; all keys and values of a step are written by one indexed copy; only rows in use and columns in use are computed.
+multiplication; all keys and values of a step are written by one indexed copy; only rows in use and columns in use are computed;
+matrices are laid out anew for the products that they are used in (`matrices.py`).
 
 Layout. Queries, keys and values of one key-value head lie together: a projected row is [kv_heads, group + 2, head_dim], `group`
 queries, then the key, then the value. A view of it is a batch of matrices for attention without a copy. Rotary pairs (i, i + d/2)
