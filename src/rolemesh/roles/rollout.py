@@ -114,9 +114,9 @@ class RolloutWorker(WeightTaker):
         return self.engine.weight_version
 
     def _add(self, batch: Batch, version: int, temperature: float, seed: int) -> None:
-        if self.engine.weight_version != version:
-            where = f"{self.context.group} rank {self.context.rank}"
-            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
+        held = -1 if self.overwritten else self.engine.weight_version
+        if held != version:
+            raise StaleWeights(where=f"{self.context.group} rank {self.context.rank}", holds=held, asked=version)
         rows = zip(batch.ids.tolist(), batch.rows("prompt_ids"), strict=True)
         requests = [Request(id=(draw, sample), prompt_ids=prompt) for (draw, sample), prompt in rows]
         self.engine.add(requests, self._sampling(temperature, seed))
