@@ -11,10 +11,10 @@ object store    buckets travel as objects, as between nodes; on one node this is
 copy            `numpy.copyto` of as many bytes in one process, from memory to memory that is there already, in one call
 copy by weight  the same in one call a matrix, as weights lie in a model
 
-Publisher, actor, rollout worker and the engine's way of taking weights over are the real ones in real processes, each on one thread; only
-the model is a list of float32 matrices. Figures are `copy time / route time`; the aim is 0.6 for 500 MB, by process and by shared memory. In
-copies of hundreds of megabytes the system's memory copy may write past the caches, which takes a third less time than one of a matrix.
-Prints one JSON line last.
+Publisher, actor, rollout worker and the engine's way of taking weights over are the real ones in real processes, each on one thread;
+only the model is a list of float32 matrices. Figures are `copy time / route time`; the aim is 0.6 for 500 MB, by process and by shared
+memory. In copies of hundreds of megabytes the system's memory copy may write past the caches, which takes a third less time than one of a
+matrix. Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Sink(RolloutWorker):
     def load(self) -> None:
         """Makes the parameters."""
         dtype = getattr(torch, self.config.model.dtype)
-        model = torch.nn.ParameterDict({name: torch.zeros_like(weight, dtype=dtype) for name, weight in matrices(self.config.trainer.steps)})
+        model = torch.nn.ParameterDict(
+            {name: torch.zeros_like(weight, dtype=dtype) for name, weight in matrices(self.config.trainer.steps)}
+        )
         self.parameters = ParameterTable(model.requires_grad_(False))
 
     @register(dispatch="all")

@@ -143,7 +143,11 @@ def test_a_cast_in_the_sender_is_the_cast_of_the_receiver_to_the_last_bit(name: 
     """Also of what has no exact counterpart: ties, numbers too large or too small, infinities, NaN. Whole numbers stay as they are."""
     dtype = getattr(torch, name)
     odd = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -3.4e38, 1e-40, 65520.0, 2.0**-25, torch.inf, -torch.inf, torch.nan]
-    weights = {"odd": torch.tensor(odd), "some": torch.randn(300, 70, generator=torch.Generator().manual_seed(0)), "counts": torch.arange(9)}
+    weights = {
+        "odd": torch.tensor(odd),
+        "some": torch.randn(300, 70, generator=torch.Generator().manual_seed(0)),
+        "counts": torch.arange(9),
+    }
     outlet = Outlet(bucket_bytes=2**20, path="", leads=True)
     manifest = outlet.begin(3, weights.items(), iter(weights.items()), shared=False, dtype=dtype)
     assert manifest.buckets[0].dtypes == (name, name, "int64")

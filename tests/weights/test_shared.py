@@ -43,6 +43,10 @@ def reader(manifest: WeightManifest, deadline: float = 30.0) -> SharedWeights:
     return SharedWeights(SharedFile.open(manifest.shared), manifest, waiter="rollout rank 0", deadline=deadline)
 
 
+def read_all(shared: SharedWeights, found: list[dict[str, torch.Tensor]]) -> None:
+    found.append({name: weight.clone() for name, weight in shared})
+
+
 def new_engine(kind: str = "builtin", **model: str) -> RolloutEngine:
     torch.set_num_threads(1)
     made = load_model(ModelConfig(**model), seed=1)
@@ -89,7 +93,7 @@ def test_readers_get_every_version_while_it_is_written_and_one_file_serves_all(p
         assert [len(bucket.names) for bucket in manifest.buckets] == [2, 2, 2]
         assert manifest.nbytes == os.stat(path).st_size == 3 * (64 + 2 * 16448)  # 100 * 41 * 4 bytes are 256 * 64 + 16: 257 units
         readers, found = [reader(manifest) for _ in range(3)], []
-        threads = [threading.Thread(target=lambda one=one: found.append({n: w.clone() for n, w in one})) for one in readers]
+        threads = [threading.Thread(target=read_all, args=(one, found)) for one in readers]
         for thread in threads:
             thread.start()
         time.sleep(0.02)
@@ -103,10 +107,19 @@ def test_readers_get_every_version_while_it_is_written_and_one_file_serves_all(p
         assert all(one.intact and not one.kept for one in readers)
         assert inode in (0, os.stat(path).st_ino)
         inode = os.stat(path).st_ino
-    larger = {"w": torch.zeros(20_000)}
-    begin(outlet, 9, larger)
+    begin(outlet, 8, {"w": torch.zeros(30_000)})
     assert os.stat(path).st_ino != inode
     assert all(one.intact for one in readers), "the old file keeps what it held"
+    manifest = begin(outlet, 9)
+    outlet.fill(9)
+    late = reader(manifest)
+    next(late)
+    inode = os.stat(path).st_ino
+    begin(outlet, 10, {"w": torch.zeros(10)})
+    assert os.stat(path).st_ino == inode, "what fits has the place of what was there"
+    assert not late.intact
+    with pytest.raises(ValueError, match="bucket 1 of 3 of weight version 9 has no valid header"):
+        list(late)
     outlet.close()
     assert not Path(path).exists()
 

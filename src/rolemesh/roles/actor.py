@@ -133,13 +133,13 @@ class ActorWorker(TrainedWorker):
     @register(dispatch=GATHERED)
     def publish(self, version: int, *, content: Content, dtype: str, shared: bool) -> WeightManifest:
         """Begin to publish a version: returns the manifest of what `pack` answers bucket by bucket, or `fill` writes into the node's shared
-        memory. Merged weights are published in `dtype`, others as they are. Other ranks than the first only give their parts."""
+        memory, in number format `dtype`. Other ranks than the first only give their parts."""
         if content == "merged":
-            forms, weights, format = self.engine.empty_weights(), self.named_weights(), getattr(torch, dtype)
+            forms, weights = self.engine.empty_weights(), self.named_weights()
         else:
             only = content == "adapter"
-            forms, weights, format = self.engine.empty_parts(adapter_only=only), self.engine.parts(adapter_only=only), None
-        manifest = self._outlet.begin(version, forms, weights, shared=shared, dtype=format, content=content)
+            forms, weights = self.engine.empty_parts(adapter_only=only), self.engine.parts(adapter_only=only)
+        manifest = self._outlet.begin(version, forms, weights, shared=shared, dtype=getattr(torch, dtype), content=content)
         if self.context.rank == 0:
             self.metrics.sum("weights/bytes", manifest.nbytes)
         return manifest

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rolemesh.errors import DeadlineExceeded, StaleWeights, WorkerDied
 from rolemesh.names import ACTOR, ROLLOUT
-from rolemesh.plan.routes import Place, Route, weight_route
+from rolemesh.plan.routes import Place, Route, weight_format, weight_route
 from rolemesh.roles.rollout_manager import RolloutManager
 from rolemesh.runtime import Process, together
 
@@ -93,8 +93,7 @@ class Publisher:
     async def _by(self, route: Route, role: str, version: int, content: Content, ranks: Sequence[int]) -> dict[int, int]:
         if route == "process":
             return await self._read(role, version, ranks)
-        # Engines hold their weights in this format; what reference and critic take over is trained on, or must equal what is.
-        dtype, shared = self._session.config.model.dtype if role == ROLLOUT else "float32", route == "shared_memory"
+        dtype, shared = weight_format(self._session.config, route) if role == ROLLOUT else "float32", route == "shared_memory"
         manifest = await self._session.groups[ACTOR].publish(version, content=content, dtype=dtype, shared=shared)
         held = await (self._share if shared else self._stream)(role, manifest, ranks)
         if content == "base":

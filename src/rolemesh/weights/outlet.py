@@ -53,7 +53,7 @@ class Outlet:
         return manifest
 
     def _shared(self, manifest: WeightManifest) -> list[Buffer]:
-        if self._file is None or self._file.size != manifest.nbytes or not self._file.is_current:
+        if self._file is None or self._file.size < manifest.nbytes or not self._file.is_current:
             self.close()
             self._file = SharedFile(self._path, manifest.nbytes)
         places = self._file.buckets(manifest)

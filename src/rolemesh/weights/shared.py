@@ -134,7 +134,7 @@ class SharedWeights(LastingWeights):
         for number, buffer in enumerate(self._buckets):
             self._wait(number, buffer)
             yield from unpack(self._manifest, number, buffer)
-            check_header(self._manifest, number, buffer)
+            check_header(self._manifest, 0, self._buckets[0])  # of whatever is written here, this is wiped first
 
     def _wait(self, number: int, buffer: Buffer) -> None:
         subject = f"bucket {number + 1} of {len(self._buckets)} of weight version {self._manifest.version} from the actor"
