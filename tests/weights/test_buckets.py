@@ -83,6 +83,8 @@ def test_tensors_are_taken_one_by_one_and_only_those_of_the_bucket():
         assert len(alive) == sum(len(bucket.names) for bucket in manifest.buckets[: number + 1])
     with pytest.raises(ValueError, match="expected embed, found norm"):
         pack(manifest, 0, iter(list(weights.items())[1:]), np.empty(256, dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"embed must have the shape \[7, 5\] of the manifest, found \[5, 7\]"):
+        pack(manifest, 0, iter([("embed", weights["embed"].t())]), np.empty(256, dtype=np.uint8))
     with pytest.raises(ValueError, match="expected norm, found nothing more"):
         pack(manifest, 1, iter([]), np.empty(256, dtype=np.uint8))
 

@@ -39,6 +39,8 @@ ALIGNMENT: Final = 64
 _HEADER: Final = struct.Struct("<8sqqqq")
 _MAGIC: Final = b"RMWGHT03"
 _GIVEN_UP: Final = b"RMGIVNUP"
+_PIECE: Final = 2**17
+"""Numbers that are copied and summed at a time: their target fits into a processor's own cache."""
 _SAMPLED: Final = 512
 """Every which word a sampled checksum sums: one a page."""
 
@@ -113,22 +115,38 @@ def pack(manifest: WeightManifest, number: int, weights: Weights, memory: Buffer
     """Copy the next tensors (any device and layout), those of bucket `number`, to the beginning of `memory`, and return that part of it.
     Those in another format than the manifest says are cast, as `Tensor.to` does.
 
-    They are taken one by one and need not all exist at a time. Raises ValueError for another name than comes next in the manifest.
+    They are taken one by one and need not all exist at a time. Raises ValueError for another name or shape than comes next in the
+    manifest.
     """
     bucket = manifest.buckets[number]
     buffer = memory[: bucket.nbytes]
     wipe(buffer)
-    flat, end = torch.from_numpy(buffer), ALIGNMENT
+    flat = torch.from_numpy(buffer)
+    words, sums = flat.view(torch.int64), torch.zeros((), dtype=torch.int64)
     for expected, view, offset in zip(bucket.names, _views(bucket, flat), bucket.offsets, strict=True):
         name, tensor = next(weights, ("nothing more", view))
         if name != expected:
             raise ValueError(f"weights must come in the order of the manifest: expected {expected}, found {name}")
-        flat[end:offset] = 0
-        copy_into(view, tensor.detach())
-        end = offset + view.nbytes
-    flat[end:] = 0
-    _write_header(buffer, _MAGIC, manifest.version, number, bucket.nbytes, _checksum(flat, manifest.full))
+        if tensor.shape != view.shape:
+            raise ValueError(f"{name} must have the shape {list(view.shape)} of the manifest, found {list(tensor.shape)}")
+        end = -(-(offset + view.nbytes) // ALIGNMENT) * ALIGNMENT
+        flat[offset + view.nbytes : end] = 0
+        if manifest.full:
+            _copy_summing(view, tensor.detach(), words[offset // 8 : end // 8], sums)
+        else:
+            copy_into(view, tensor.detach())
+    checksum = int(sums) if manifest.full else _checksum(flat, full=False)
+    _write_header(buffer, _MAGIC, manifest.version, number, bucket.nbytes, checksum)
     return buffer
+
+
+def _copy_summing(target: torch.Tensor, source: torch.Tensor, words: torch.Tensor, sums: torch.Tensor) -> None:
+    """Copy piece by piece, and add each to `sums` while it is in the processor's cache. `words` are those of the target, with padding."""
+    target, source, item = target.view(-1), source.reshape(-1), target.element_size()
+    for begin in range(0, len(target), _PIECE):
+        piece = slice(begin, begin + _PIECE)
+        copy_into(target[piece], source[piece])
+        sums += words[begin * item // 8 : -(-min(begin + _PIECE, len(target)) * item // 8)].sum()
 
 
 def unpack(manifest: WeightManifest, number: int, buffer: Buffer) -> Weights:
