@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -56,7 +57,19 @@ def digest(weights: Weights, dtype: torch.dtype = torch.float32) -> dict[str, in
 
 
 class Moving(ActorWorker):
-    """An actor whose weights change without training."""
+    """An actor whose weights change without training, and that dies in the middle of a publication when it is told to."""
+
+    dies_after = -1
+
+    @register(dispatch="all")
+    def die_after(self, weights: int) -> None:
+        self.dies_after = weights
+
+    def named_weights(self) -> Weights:
+        for number, item in enumerate(super().named_weights()):
+            if number == self.dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
 
     @register(dispatch="all", mutates=True)
     def move(self) -> None:
@@ -203,7 +216,10 @@ def test_an_adapter_published_alone_makes_the_engines_weights_of_a_merged_public
         whole = 4 * sum(weight.numel() for weight in weights.values())
         assert whole + adapter <= first <= 1.01 * (whole + adapter)
         assert all(adapter <= sent <= 1.05 * adapter for sent in later)
+        await run.session.groups["rollout"].replace(0)  # a new process has nothing to merge into
         await phases.publish(run)
+        assert run.recorder.metrics.reduce()["weights/bytes"] - bytes_[-1] == first
+        await check_equal(run)
         await check_logprobs(run)
 
     go(tmp_path, my_loop, *SPLIT_LOCAL, "model.lora.rank=2", "trainer.publish=adapter")
@@ -302,6 +318,14 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         assert await rollout.keeps() == [False, False]
         with pytest.raises(WorkerError, match=f"StaleWeights: rollout rank . holds weight version -1, asked for {held}"):
             await rollout.call("generate", phases.draw(run), version=held, temperature=1.0, seed=0)
+
+        # The actor dies in the middle: it is named, and those that read hear of it at once.
+        await run.session.groups["actor"].die_after(9)
+        began = time.monotonic()
+        with pytest.raises(WorkerDied, match="actor rank 0"):
+            await publisher.give("rollout", held + 2)
+        assert time.monotonic() - began < 60, "their deadline is 120 s"
+        assert await rollout.version() == [-1, -1]
 
     pools = "pools={main: {nodes: [1], cpus: 0.4}, serve: {nodes: [2], cpus: 0.4}}"
     ref = ("roles.ref={pool: serve, workers: 1, worker: 'test_publication:ProbedRef'}", "algorithm.kl_coefficient=0.1")
