@@ -108,7 +108,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
         if readable:
             _collect(problems, lambda: models.check_lora(config.model))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
-    _collect(problems, lambda: check_engine(config.rollout.engine))
+    filtered = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    _collect(problems, lambda: check_engine(config.rollout.engine, deterministic=config.deterministic, filtered=filtered))
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     _collect(problems, lambda: check_environment(config))
