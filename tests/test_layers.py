@@ -49,7 +49,10 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "mat
 LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
     *(f"models/{module}.py" for module in ("load", "lora", "save", "tokenizer", "verify")),
-    *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
+    *(
+        f"engines/rollout/{module}.py"
+        for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling", "vllm")
+    ),
     *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "taker", "trained")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""

@@ -22,10 +22,10 @@ adapter of rank r those of the adapter, which P counts too):
 | fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
-| KV cache | with vLLM: as above, of (slots ceil(longest sequence / 32) + 1) 32 columns | rollout |
-| packed head | with vLLM on CPUs: vocab hidden b, beside the embedding | rollout |
-| libraries | with vLLM: 500 MiB | rollout |
-| passes | 1024 tokens of prefill (vLLM 4096), and the attention scores of one decoding step | rollout |
+| passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM 4096 tokens | rollout |
+| KV cache, with vLLM | (slots blocks + 1) 32 2 layers kv_heads head_dim b; blocks of 32 tokens for the longest sequence | rollout |
+| packed head | vocab hidden b, with vLLM on CPUs | rollout |
+| libraries | 500 MiB, with vLLM | rollout |
 | asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
@@ -51,6 +51,7 @@ from rolemesh.config.model_files import ModelFacts
 from rolemesh.config.schema import Config
 from rolemesh.errors import Problem
 from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
+from rolemesh.plan import vllm
 from rolemesh.plan.ledger import has_device
 from rolemesh.plan.placement import PROCESS_ROLES, scoring_processes
 from rolemesh.plan.schema import MemoryLine, NodeInfo, PoolMemory
@@ -74,13 +75,6 @@ WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
 FAST_FAMILIES: Final = ("llama", "qwen2", "qwen3")
 """Architectures whose weights the built-in rollout engine fuses."""
 
-VLLM_BLOCK_TOKENS: Final = 32
-"""Tokens of a block of vLLM's cache."""
-VLLM_PASS_TOKENS: Final = 4096
-"""Most tokens of one of its passes, or the longest sequence."""
-VLLM_BYTES: Final = 500 * MIB
-"""What vLLM's libraries take of a process."""
-
 _HEAD_CHUNK: Final = 2**24  # logits that the trainer holds at a time
 _PREFILL_TOKENS: Final = 1024
 _CACHE_STEP: Final = 16
@@ -93,13 +87,13 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
+        if vllm.used_by(config, role):
+            lines.append(MemoryLine(role=role, what="libraries", bytes=vllm.LIBRARIES_BYTES))
         mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
         models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
         if on_device and config.trainer.offload and role in TRAINED:
             asleep = sum(line.bytes for line in mine if line.what in ("weights", "optimizer"))
             models.append(MemoryLine(role=role, what="asleep", bytes=asleep))
-    if ROLLOUT in roles and config.rollout.engine == "vllm":
-        lines.append(MemoryLine(role=ROLLOUT, what="libraries", bytes=VLLM_BYTES))
     if on_device:
         lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:
@@ -180,38 +174,27 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     found = {"weights": facts.parameters * width}
     if facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
         found["fused copies"] = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate) * width
-    tokens, rows = max(_PREFILL_TOKENS, config.data.max_prompt_tokens), config.rollout.slots
-    if config.rollout.engine == "vllm":
-        tokens, longest = max(VLLM_PASS_TOKENS, _longest(config, facts), rows), _longest(config, facts)
-        found["KV cache"] = vllm_cache_bytes(facts, slots=rows, longest=longest, width=width)
-        scores = 0  # never whole
-        if not has_device(config.pools[config.roles[role].pool]):
-            found["packed head"] = facts.vocab * facts.hidden * width
-    else:
-        slots, columns = cache_shape(config, facts)
-        found["KV cache"] = (slots + 1) * columns * 2 * facts.layers * key_value * width
-        scores = 2 * slots * facts.heads * columns
-    found["sampling"] = rows * facts.vocab * (20 + width)
-    found["passes"] = (tokens * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width) + scores) * width
-    return found
-
-
-def vllm_cache_bytes(facts: ModelFacts, *, slots: int, longest: int, width: int) -> int:
-    """Keys and values of so many sequences of the longest length, in numbers of `width` bytes, and vLLM's own empty block."""
-    blocks = slots * -(-longest // VLLM_BLOCK_TOKENS) + 1
-    return blocks * VLLM_BLOCK_TOKENS * 2 * facts.layers * facts.kv_heads * facts.head_dim * width
-
-
-def _longest(config: Config, facts: ModelFacts) -> int:
-    """Most tokens of a sequence."""
-    length = config.data.max_prompt_tokens + config.data.max_response_tokens
-    return min(length, facts.context) if facts.context else length
+    if vllm.used_by(config, role):
+        return found | vllm.memory(config, facts, longest=_longest(config, facts), width=width)
+    slots, columns = cache_shape(config, facts)
+    prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width)
+    return found | {
+        "KV cache": (slots + 1) * columns * 2 * facts.layers * key_value * width,
+        "sampling": config.rollout.slots * facts.vocab * (20 + width),
+        "passes": (prefill + 2 * slots * facts.heads * columns) * width,
+    }
 
 
 def cache_shape(config: Config, facts: ModelFacts) -> tuple[int, int]:
     """(rows, columns) of the built-in engine's cache, without the row that remembers a prompt."""
     rows = max(config.rollout.slots, 2)
     return _up(rows, _CACHE_STEP) if config.deterministic else rows, _up(_longest(config, facts), _CACHE_STEP)
+
+
+def _longest(config: Config, facts: ModelFacts) -> int:
+    """Most tokens of a sequence."""
+    length = config.data.max_prompt_tokens + config.data.max_response_tokens
+    return min(length, facts.context) if facts.context else length
 
 
 def _up(value: int, step: int) -> int:

@@ -12,7 +12,7 @@ from rollout_models import VOCABULARY, WIDE, drain, forward_logprobs, generate, 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.engines.rollout import create_engine
 from rolemesh.errors import StaleWeights
-from rolemesh.plan.memory import vllm_cache_bytes
+from rolemesh.plan import vllm as planned
 from rolemesh.protocols.engine import Request
 from rolemesh.weights import Intake, Outlet
 
@@ -126,8 +126,9 @@ def test_equal_prompts_share_their_prefill():
     requests = [Request(id=(0, sample), prompt_ids=prompt) for sample in range(6)]
     engine.add(requests, sampling())
     engine.step()
-    computed = sorted(request.num_cached_tokens for request in scheduler.running)
-    assert computed[1:] == [64] * 5, "two whole blocks of five answers were not computed again"
+    tables = [scheduler.kv_cache_manager.get_block_ids(request.request_id)[0] for request in scheduler.running]
+    assert len({tuple(table[:2]) for table in tables}) == 1, "two whole blocks of the prompt are there once"
+    assert len({table[2] for table in tables}) == 6
     assert largest_gap(model, requests, {completion.id: completion for completion in drain(engine)}) < 1e-4
 
 
@@ -139,7 +140,7 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots_and_is_what_the_plan
     facts = ModelFacts(
         family="llama", layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=48, vocab=61, tied=False, parameters=1
     )
-    assert held == vllm_cache_bytes(facts, slots=5, longest=90, width=4)
+    assert held == planned.cache_bytes(facts, slots=5, longest=90, width=4)
     requests = [Request(id=(draw, 0), prompt_ids=[draw] * 70) for draw in range(9)]
     engine.add(requests, sampling(max_new_tokens=20))
     steps, done = 0, []
@@ -197,9 +198,11 @@ def test_what_it_cannot_do_is_refused():
         create_engine("vllm", model, **limits, deterministic=True)
     with pytest.raises(ValueError, match="this vLLM computes on cpu, the worker on cuda"):
         create_engine("vllm", model, **limits, device="cuda:0")
-    narrow = make_model()
-    with pytest.raises(ValueError, match=r"vLLM cannot run LlamaForCausalLM here: .*head.*Set rollout.engine=builtin"):
-        create_engine("vllm", narrow, **limits)
+    with pytest.raises(ValueError, match=r"cannot compute with heads of size 8; set rollout.engine=builtin"):
+        create_engine("vllm", make_model(), **limits)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(planned.CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def test_weights_that_are_not_finite_are_named_and_leave_nothing_behind():

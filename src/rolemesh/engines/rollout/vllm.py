@@ -34,7 +34,7 @@ from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import checked
 from rolemesh.engines.rollout.rows import Pending, spans_of
 from rolemesh.engines.rollout.runner import context_limit, vocabulary_size
-from rolemesh.plan.memory import VLLM_BLOCK_TOKENS, VLLM_PASS_TOKENS, vllm_cache_bytes
+from rolemesh.plan import vllm as planned
 from rolemesh.protocols.engine import Completion, Request, Sampling, WeightSpan
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class VllmEngine(Lifecycle):
         self._keys = itertools.count()
         self._salt = 0
         """Prefixes computed under another number are not found."""
+        self._poisoned = False
+        """Numbers that are not finite may lie in the cache, where rows that never wrote them read and mask them, to no avail."""
 
     @property
     def _held(self) -> list[tuple[int, int]]:
@@ -122,7 +124,8 @@ class VllmEngine(Lifecycle):
         self.reset_prefix_cache()
         # vLLM keeps tensors until it has all of a layer, and these are valid only until the next is asked for.
         own = ((name, value.detach().to(self._dtype, copy=True)) for name, value in checked(weights, self._shapes))
-        self._vllm.collective_rpc(_reload, args=(own,))
+        self._vllm.collective_rpc(_reload, args=(own, self._poisoned))
+        self._poisoned = False
 
     def _release(self, *, keep_weights: bool) -> None:
         if not self.sleeps:
@@ -177,6 +180,7 @@ class VllmEngine(Lifecycle):
         news = [(self._sequences[output.request_id], output.outputs[0]) for output in self._vllm.step()]
         for sequence, new in news:
             if not np.isfinite(new.logprobs.logprobs).all():
+                self._poisoned = True
                 raise FloatingPointError(
                     f"weight version {self._version} gives logits that are not finite (request {sequence.pending.id}, token "
                     f"{len(sequence.tokens)}); abort the requests and load sound weights"
@@ -235,7 +239,9 @@ def _make_vllm(model: Any, *, slots: int, longest: int, device: torch.device) ->
         if on_cpu:
             torch._dynamo.config.disable = True  # otherwise the first request with log-probabilities compiles for seconds
         config.save_pretrained(folder)
-        width = model.dtype.itemsize
+        facts = read_model_facts(folder)
+        if on_cpu and facts.head_dim not in planned.CPU_HEADS:
+            raise ValueError(f"vLLM on CPUs cannot compute with heads of size {facts.head_dim}; set rollout.engine=builtin")
         settings = EngineArgs(
             model=folder,
             load_format="dummy",  # weights are published
@@ -244,9 +250,9 @@ def _make_vllm(model: Any, *, slots: int, longest: int, device: torch.device) ->
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=longest,
             max_num_seqs=slots,
-            max_num_batched_tokens=max(VLLM_PASS_TOKENS, longest, slots),
-            block_size=VLLM_BLOCK_TOKENS,
-            kv_cache_memory_bytes=vllm_cache_bytes(read_model_facts(folder), slots=slots, longest=longest, width=width),
+            max_num_batched_tokens=max(planned.PASS_TOKENS, longest, slots),
+            block_size=planned.BLOCK_TOKENS,
+            kv_cache_memory_bytes=planned.cache_bytes(facts, slots=slots, longest=longest, width=model.dtype.itemsize),
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",  # after temperature, as the trainer's
             enforce_eager=on_cpu,
@@ -255,14 +261,17 @@ def _make_vllm(model: Any, *, slots: int, longest: int, device: torch.device) ->
             disable_log_stats=True,
         )
         try:
-            return LLMEngine.from_engine_args(settings)
+            engine = LLMEngine.from_engine_args(settings)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"vLLM cannot run {config.architectures[0]} here: {error}. Set rollout.engine=builtin") from error
+    # When it is collected it would take down vLLM's process groups, which are the process's, from under an engine made meanwhile.
+    engine.engine_core._finalizer.detach()
+    return engine
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """vLLM seeds torch's generator, warns of what is its own and, on CPUs, replaces `torch.set_num_threads` by a function without effect."""
+    """vLLM seeds torch's generator, warns of what is its own and, on CPUs, makes `torch.set_num_threads` do nothing."""
     set_num_threads = torch.set_num_threads
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -273,9 +282,9 @@ def _undisturbed() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Run by vLLM's worker. When `weights` raises, its half-read layers are closed all the same: otherwise the next load would go on with
-    them."""
+def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]], clear_cache: bool) -> None:
+    """Run by vLLM's worker, on its model and, with `clear_cache`, its keys and values. When `weights` raises, its half-read layers are
+    closed all the same: otherwise the next load would go on with them."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -291,3 +300,5 @@ def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     head = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):  # a tied head is not read, so on CPUs its packed copy would stay that of the old weights
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    for cache in runner.kv_caches if clear_cache else ():
+        cache.zero_()
