@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from rollout_models import VOCABULARY, WIDE, drain, forward_logprobs, generate, make_model, make_requests, sampling
@@ -72,7 +74,7 @@ def test_D15_logprobs_are_the_trainers_after_every_publication(kind, tied, publi
     assert ("lm_head.weight" in dict(model.named_parameters())) != tied
     engine, outlet = engine_for(model), Outlet(bucket_bytes=20_000, path="", leads=True)
     requests = make_requests(3, samples=2, longest=40)
-    before = None
+    before, memory = None, []
     for version in range(publications):
         held, buckets = publish(engine, outlet, model, version)
         assert (held, buckets > 10) == (version, True)
@@ -82,9 +84,11 @@ def test_D15_logprobs_are_the_trainers_after_every_publication(kind, tied, publi
             assert largest_gap(model, requests, done, temperature) < 1e-4
             if before is not None:
                 assert largest_gap(before, requests, done, temperature) > 1e-3, "the weights of before would be found out"
+        memory.append(psutil.Process().memory_info().rss)
         before = make_model(kind, **WIDE, tie_word_embeddings=tied)
         before.load_state_dict(model.state_dict())
         shake(model, version)
+    assert memory[-1] - memory[publications // 3] < 32 * 2**20, "no weights of before are kept"
 
 
 def test_half_a_publication_is_refused_and_a_whole_one_heals():
@@ -222,7 +226,9 @@ def test_weights_that_are_not_finite_are_named_and_leave_nothing_behind():
     assert {id: completion.token_ids for id, completion in done.items()} == {id: before.token_ids for id, before in expected.items()}
 
 
-def test_the_process_around_it_is_left_as_it_was():
+def test_the_process_around_it_is_left_as_it_was(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     set_num_threads = torch.set_num_threads
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -230,6 +236,7 @@ def test_the_process_around_it_is_left_as_it_was():
     engine_for(make_model(**WIDE))
     assert torch.equal(torch.rand(3), expected)
     assert torch.set_num_threads is set_num_threads
+    assert (os.environ["LOCAL_WORLD_SIZE"], os.environ.get("LD_PRELOAD")) == ("7", None)
 
 
 def test_bfloat16_stays_near_its_own_forward():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rolemesh.errors import ConfigError
+from rolemesh.errors import ConfigError, Problem
 from rolemesh.protocols.engine import RolloutEngine
 from rolemesh.registry import check_call, resolve
 
@@ -51,13 +51,18 @@ def check_engine(name: str, *, deterministic: bool = False, filtered: bool = Fal
     if hasattr(found, "logprobs_kind"):  # a function that makes engines has none
         _check_logprobs(name, found)
     check_call(found, [None], dict.fromkeys(SETTINGS), subject="rollout.engine", name=name, called=called)
+    unable: list[Problem] = []
     if deterministic and getattr(found, "sampling_kind", "counter") != "counter":
         need = "needs an engine whose answers are the same in any company (sampling by counter)"
         remedy = "Set rollout.engine=builtin, or deterministic=false"
-        raise ConfigError.one("deterministic", need, f"rollout.engine={name} samples {found.sampling_kind}", remedy)
+        unable.append(
+            Problem(subject="deterministic", need=need, free=f"rollout.engine={name} samples {found.sampling_kind}", remedy=remedy)
+        )
     if filtered and not getattr(found, "filters", True):
-        need = "must be 1, and rollout.top_k 0, with this engine, whose log-probabilities would be those of what they leave"
-        raise ConfigError.one("rollout.top_p", need, f"rollout.engine={name}", "Set both so, or rollout.engine=builtin")
+        need = f"must be 1, and rollout.top_k 0: {name} gives log-probabilities of what they leave alone"
+        unable.append(Problem(subject="rollout.top_p", need=need, free="other values", remedy="Set both so, or rollout.engine=builtin"))
+    if unable:
+        raise ConfigError(problems=unable)
 
 
 __all__ = ["ENGINES", "check_engine", "create_engine", "needs_contents"]

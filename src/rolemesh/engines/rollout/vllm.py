@@ -271,14 +271,19 @@ def _make_vllm(model: Any, *, slots: int, longest: int, device: torch.device) ->
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """vLLM seeds torch's generator, warns of what is its own and, on CPUs, makes `torch.set_num_threads` do nothing."""
-    set_num_threads = torch.set_num_threads
+    """vLLM seeds torch's generator, warns of what is its own and, on CPUs, makes `torch.set_num_threads` do nothing and sets variables that
+    other code and child processes read (LOCAL_WORLD_SIZE, LD_PRELOAD)."""
+    set_num_threads, variables = torch.set_num_threads, dict(os.environ)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.set_num_threads = set_num_threads
+        for name in [name for name in os.environ if os.environ[name] != variables.get(name) and not name.startswith("VLLM_")]:
+            del os.environ[name]
+        for name in variables.keys() - os.environ.keys():
+            os.environ[name] = variables[name]
 
 
 @torch.no_grad()
