@@ -69,7 +69,7 @@ def test_rollout_workers_on_vllm_have_lines_of_their_own():
     plan = build_plan(config(rollout={"slots": 7, "engine": "vllm"}), inventory(), fit)
     found = {what: count for (role, what), count in lines(plan).items() if role == "rollout"}
     assert found == {
-        "libraries": 500 * 2**20,
+        "libraries": 350 * 2**20,
         "weights": 4 * 1000,
         "KV cache": (7 * 1 + 1) * 32 * 2 * 3 * 2 * 32 * 4,  # ten tokens need one block of 32, and one block is vLLM's own
         "sampling": 7 * 11 * (20 + 4),

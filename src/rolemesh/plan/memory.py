@@ -25,7 +25,7 @@ adapter of rank r those of the adapter, which P counts too):
 | passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM 4096 tokens | rollout |
 | KV cache, with vLLM | (slots blocks + 1) 32 2 layers kv_heads head_dim b; blocks of 32 tokens for the longest sequence | rollout |
 | packed head | vocab hidden b, with vLLM on CPUs | rollout |
-| libraries | 500 MiB, with vLLM | rollout |
+| libraries | 350 MiB, with vLLM | rollout |
 | asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |

@@ -15,8 +15,8 @@ BLOCK_TOKENS: Final = 32
 """Tokens of a block of its cache; a prompt's whole blocks are computed once for all its answers."""
 PASS_TOKENS: Final = 4096
 """Most tokens of one pass; more when a sequence can be longer."""
-LIBRARIES_BYTES: Final = 500 * 1024**2
-"""What its libraries take of a process."""
+LIBRARIES_BYTES: Final = 350 * 1024**2
+"""What its libraries take of a process; 250 MiB were measured on CPUs."""
 CPU_HEADS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that its attention on CPUs can compute with."""
 
