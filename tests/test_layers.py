@@ -19,7 +19,7 @@ LAYERS = [
     {"errors", "lazy", "names", "registry", "recipes", "engines"},  # recipes holds YAML files, engines two packages of layer 3
     {"config", "observe"},
     {"plan", "batch", "protocols", "models"},
-    {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights"},
+    {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights", "serving"},
     {"roles"},
     {"training", "doctor", "report"},
     {"cli"},
@@ -36,6 +36,7 @@ HOMES = {
     "vllm": ("engines/rollout/vllm",),
     "sglang": ("engines/rollout/sglang",),
     "transformers": ("models/", "engines/"),
+    "aiohttp": ("serving/",),
     "peft": ("models/lora.py",),
     "tensorboard": ("observe/sinks.py",),
     "reasoning_gym": ("data/", "rewards/"),

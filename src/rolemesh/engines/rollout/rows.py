@@ -24,6 +24,8 @@ class Pending:
     prompt: tuple[int, ...]
     sampling: Sampling
     limit: int
+    counter: tuple[int, int]
+    """Decides the random numbers, with the seed."""
 
 
 class RowTable:
@@ -64,10 +66,11 @@ class RowTable:
         self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
         seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
+        counters = np.array([pending.counter for pending in pendings], np.uint64)
         for seed in np.unique(seeds):
-            chosen = np.flatnonzero(seeds == seed) + self.count
-            positions = int(self._limit[chosen].max())
-            self._numbers[chosen, :positions] = uniforms(int(seed), self._ids[chosen, 0], self._ids[chosen, 1], positions)
+            chosen = np.flatnonzero(seeds == seed)
+            positions = int(self._limit[rows][chosen].max())
+            self._numbers[chosen + self.count, :positions] = uniforms(int(seed), counters[chosen, 0], counters[chosen, 1], positions)
         self.count += len(pendings)
         self._settings = None
 

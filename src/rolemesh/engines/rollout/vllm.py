@@ -35,7 +35,7 @@ from rolemesh.engines.rollout.parameters import checked
 from rolemesh.engines.rollout.rows import Pending, spans_of
 from rolemesh.engines.rollout.runner import context_limit, vocabulary_size
 from rolemesh.plan import vllm as planned
-from rolemesh.protocols.engine import Completion, Request, Sampling, WeightSpan
+from rolemesh.protocols.engine import Completion, FinishReason, Request, Sampling, WeightSpan
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -157,7 +157,8 @@ class VllmEngine(Lifecycle):
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
             limit = min(sampling.max_new_tokens, self._context - len(prompt))
-            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit))
+            counter = request.counter or request.id
+            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, counter=counter))
 
     def _begin(self, pending: Pending) -> None:
         sequence = _Sequence(key=str(next(self._keys)), pending=pending)
@@ -166,7 +167,7 @@ class VllmEngine(Lifecycle):
             temperature=sampling.temperature,
             max_tokens=pending.limit,
             stop_token_ids=list(sampling.stop_token_ids),
-            seed=_seed(sampling.seed, pending.id),
+            seed=_seed(sampling.seed, pending.counter),
         )
         self._vllm.add_request(sequence.key, self._prompt(list(pending.prompt), cache_salt=str(self._salt)), parameters)
         self._sequences[sequence.key] = sequence
@@ -195,15 +196,22 @@ class VllmEngine(Lifecycle):
                 done.append(self._end(sequence, new.finish_reason))
         return done
 
-    def _end(self, sequence: _Sequence, reason: Literal["stop", "length", "abort"]) -> Completion:
+    def _end(self, sequence: _Sequence, reason: FinishReason) -> Completion:
         del self._sequences[sequence.key]
+        return self._completion(sequence, reason)
+
+    def _completion(self, sequence: _Sequence, reason: FinishReason) -> Completion:
         return Completion(
             id=sequence.pending.id,
-            token_ids=sequence.tokens,
-            logprobs=sequence.logprobs,
+            token_ids=list(sequence.tokens),
+            logprobs=list(sequence.logprobs),
             finish_reason=reason,
             spans=spans_of(np.array(sequence.versions)) if sequence.tokens else (WeightSpan(self._version, 0, 0),),
         )
+
+    def so_far(self, ids: Iterable[tuple[int, int]]) -> list[Completion]:
+        chosen = set(ids)
+        return [self._completion(sequence, "abort") for sequence in self._sequences.values() if sequence.pending.id in chosen]
 
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
         """See the protocol. Ids that are not held are passed over: they may have finished a moment ago."""
@@ -218,9 +226,9 @@ class VllmEngine(Lifecycle):
         ]
 
 
-def _seed(seed: int, id: tuple[int, int]) -> int:
+def _seed(seed: int, counter: tuple[int, int]) -> int:
     """Random numbers of its own for each request, 63 bits."""
-    return int.from_bytes(hashlib.blake2b(struct.pack("<QQI", seed, *id), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QQI", seed, *counter), digest_size=8).digest(), "little") >> 1
 
 
 def _make_vllm(model: Any, *, slots: int, longest: int, device: torch.device) -> LLMEngine:
