@@ -106,6 +106,12 @@ class RolloutEngine(Protocol):
     """`after_temperature`, or the engine is refused when it is made: training compares them with its own."""
     in_flight: frozenset[InFlight]
     """What `load_weights` can do with running sequences."""
+    filters: bool
+    """Whether top-k and top-p are served, with log-probabilities over all tokens all the same; else `add` refuses them."""
+    sleeps: bool
+    """Whether `sleep` gives memory back; else it raises NotImplementedError."""
+    needs_contents: bool
+    """Whether the model that the engine is made with must hold numbers; else config, names and shapes are enough (`meta` device)."""
 
     @property
     def weight_version(self) -> int:
@@ -158,7 +164,7 @@ class RolloutEngine(Protocol):
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give memory back: keys and values, and the weights, which are kept in host memory or dropped. Version -1 from now on.
-        Raises ValueError while sequences run. Idempotent."""
+        Raises ValueError while sequences run, and NotImplementedError as `sleeps` says. Idempotent."""
         ...
 
     def wake(self) -> None:

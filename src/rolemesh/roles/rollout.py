@@ -14,7 +14,7 @@ import torch
 
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
-from rolemesh.engines.rollout import create_engine
+from rolemesh.engines.rollout import create_engine, needs_contents
 from rolemesh.errors import ConfigError, StaleWeights
 from rolemesh.models import load_model, load_tokenizer, stop_token_ids
 from rolemesh.protocols.engine import Completion, EngineHealth, InFlight, Request, RolloutEngine, Sampling
@@ -54,9 +54,10 @@ class RolloutWorker(WeightTaker):
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
         self.stop = stop_token_ids(self.tokenizer, config.model)
+        name = config.rollout.engine
         self.engine = create_engine(
-            config.rollout.engine,
-            load_model(config.model, seed=config.seed, device=self.context.device),
+            name,
+            load_model(config.model, seed=config.seed, device=self.context.device if needs_contents(name) else "meta"),
             slots=config.rollout.slots,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.data.max_response_tokens,
