@@ -25,6 +25,9 @@ from rolemesh.registry import is_import_path, nearest
 LONGEST_NAME: Final = 64
 """Characters of a name; with the id of the run behind it, it has to fit into the name of a folder."""
 
+ENVIRONMENT: Final = "environment"
+"""The reward that an environment gives."""
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
 
 
@@ -107,6 +110,11 @@ def _code(config: Config, builtins: Mapping[str, Collection[str]]) -> Iterator[P
     """Names of built-ins and import paths of user code. Nothing is imported here."""
     yield from _named("algorithm.name", config.algorithm.name, builtins.get("algorithm.name"))
     yield from _named("rollout.engine", config.rollout.engine, builtins.get("rollout.engine"))
+    if config.environment is not None:
+        yield from _named("environment.name", config.environment.name, builtins.get("environment.name"))
+        yield from _named("environment.parser", config.environment.parser, builtins.get("environment.parser"))
+        for index, tool in enumerate(config.environment.tools):
+            yield from _named(f"environment.tools.{index}", tool, builtins.get("environment.tools"))
     for index, reward in enumerate(config.reward):
         yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))
     for index, sink in enumerate(config.trainer.sinks):
@@ -301,6 +309,13 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 
 def _reward(config: Config) -> Iterator[Problem]:
+    if config.environment is None and any(reward.name == ENVIRONMENT for reward in config.reward):
+        yield Problem(
+            subject="reward",
+            need=f"the reward {ENVIRONMENT!r} is what an environment gives",
+            free="no section environment",
+            remedy="Add the section, or use another reward",
+        )
     if not config.reward:
         yield Problem(subject="reward", need="at least one reward is needed", free="none", remedy="Write reward=[{name: exact}]")
     elif all(reward.weight == 0 for reward in config.reward):

@@ -37,6 +37,9 @@ class Request:
 
     id: tuple[int, int]
     prompt_ids: Sequence[int]
+    start: int = 0
+    """How many tokens at the end of `prompt_ids` belong to the answer already, where one turn of an episode follows another: they count
+    against the length of the answer, and its random numbers go on behind them."""
 
 
 class WeightSpan(NamedTuple):

@@ -57,14 +57,14 @@ class RolloutWorker(WeightTaker):
     def take_weights(self, weights: Weights, version: int) -> int:
         """Weights that do not fit, or do not come whole, are refused and leave the engine refusing. Requests of a round that was given up
         end."""
-        self.engine.abort()
+        self._abort()
         self.engine.load_weights(weights, version)
         return self.engine.weight_version
 
     @register(dispatch="all", mutates=True)
     def serve_folder(self, version: int) -> int:
         """Serve the weights of the model folder itself, where there is no actor to publish any (evaluation, generation)."""
-        self.engine.abort()
+        self._abort()
         model = load_model(self.config.model, seed=self.config.seed)
         self.engine.load_weights(model.named_parameters(), version)
         return self.engine.weight_version
@@ -72,7 +72,7 @@ class RolloutWorker(WeightTaker):
     @register(dispatch="data_parallel", reads=("prompt_ids",), writes=WRITES)
     def generate(self, batch: Batch, *, version: int, temperature: float, seed: int) -> Batch:
         """Answer every row. Raises StaleWeights unless the engine holds exactly `version`."""
-        self.engine.abort()
+        self._abort()
         self._add(batch, version, temperature, seed)
         done = {completion.id: completion for completion in self._run(len(batch))}
         return self._write([done[draw, sample] for draw, sample in batch.ids.tolist()])
@@ -82,7 +82,7 @@ class RolloutWorker(WeightTaker):
         """Queue rows of a round, beside those that the engine has of it. What is left of another round ends. Raises StaleWeights unless
         the engine holds exactly `version`."""
         if round != self._round:
-            self.engine.abort()
+            self._abort()
             self._round = round
         self._add(batch, version, temperature, seed)
 
@@ -90,10 +90,7 @@ class RolloutWorker(WeightTaker):
     def hand_in(self, *, round: str, at_least: int) -> Batch:
         """Go on until so many of the rows taken on are answered, or all; returns these, in the order in which they ended. The others
         stay in the engine."""
-        if round != self._round or not self.engine.unfinished:
-            raise RuntimeError(
-                f"round {round} has no request here; the engine has {self.engine.unfinished} of round {self._round or 'none'}"
-            )
+        self._require_round(round)
         return self._write(self._run(at_least))
 
     @register(dispatch="all")
@@ -104,7 +101,7 @@ class RolloutWorker(WeightTaker):
     @register(dispatch="all", mutates=True)
     def sleep(self, keep_weights: bool) -> None:
         """Give memory back until `wake`; rows that are not handed in end. Nothing is generated meanwhile."""
-        self.engine.abort()
+        self._abort()
         self.engine.sleep(keep_weights=keep_weights)
 
     @register(dispatch="all", mutates=True)
@@ -113,13 +110,29 @@ class RolloutWorker(WeightTaker):
         self.engine.wake()
         return self.engine.weight_version
 
+    def _require_round(self, round: str) -> None:
+        if round != self._round or not self._unfinished:
+            raise RuntimeError(f"round {round} has no request here; there are {self._unfinished} of round {self._round or 'none'}")
+
+    @property
+    def _unfinished(self) -> int:
+        """Rows taken on that are not handed in."""
+        return self.engine.unfinished
+
+    def _abort(self) -> None:
+        """Rows that are not handed in end."""
+        self.engine.abort()
+
     def _add(self, batch: Batch, version: int, temperature: float, seed: int) -> None:
-        if self.engine.weight_version != version:
-            where = f"{self.context.group} rank {self.context.rank}"
-            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
+        self._require(version)
         rows = zip(batch.ids.tolist(), batch.rows("prompt_ids"), strict=True)
         requests = [Request(id=(draw, sample), prompt_ids=prompt) for (draw, sample), prompt in rows]
         self.engine.add(requests, self._sampling(temperature, seed))
+
+    def _require(self, version: int) -> None:
+        if self.engine.weight_version != version:
+            where = f"{self.context.group} rank {self.context.rank}"
+            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
 
     def _run(self, at_least: int) -> list[Completion]:
         """Answers, in the order in which they ended. Leaves nothing behind in the engine when it fails."""

@@ -47,7 +47,7 @@ def worker_class(role: str, config: Config) -> type[Worker]:
                 "none",
                 f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
             )
-        built_in: type[Worker] = registry.load(_ref_worker(config) if role == names.REF else ROLE_WORKERS[role], subject=f"roles.{role}")
+        built_in: type[Worker] = registry.load(_built_in(role, config), subject=f"roles.{role}")
         return built_in
     found: Any = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
@@ -64,6 +64,12 @@ def worker_class(role: str, config: Config) -> type[Worker]:
     called = f"{found.__name__}(context, config=config)"
     registry.check_call(found, [None], {"config": config}, subject=f"roles.{role}.worker", name=own, called=called)
     return found
+
+
+def _built_in(role: str, config: Config) -> str:
+    if role == names.ROLLOUT and config.environment is not None:
+        return "rolemesh.roles.episodes:EpisodeWorker"
+    return _ref_worker(config) if role == names.REF else ROLE_WORKERS[role]
 
 
 def _ref_worker(config: Config) -> str:

@@ -147,8 +147,8 @@ class BuiltinEngine(Lifecycle):
         )
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
-            limit = min(sampling.max_new_tokens, self._context - len(prompt))
-            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit))
+            limit = min(sampling.max_new_tokens, self._max_response - request.start, self._context - len(prompt))
+            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, start=request.start))
             self._held.add(request.id)
 
     @torch.inference_mode()

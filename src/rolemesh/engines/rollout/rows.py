@@ -24,6 +24,8 @@ class Pending:
     prompt: tuple[int, ...]
     sampling: Sampling
     limit: int
+    start: int = 0
+    """Position in the answer of the first token."""
 
 
 class RowTable:
@@ -63,11 +65,12 @@ class RowTable:
         self._top_p[rows] = [pending.sampling.top_p for pending in pendings]
         self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
-        seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
+        seeds, starts = (np.array(numbers, np.uint64) for numbers in zip(*((one.sampling.seed, one.start) for one in pendings), strict=True))
         for seed in np.unique(seeds):
             chosen = np.flatnonzero(seeds == seed) + self.count
             positions = int(self._limit[chosen].max())
-            self._numbers[chosen, :positions] = uniforms(int(seed), self._ids[chosen, 0], self._ids[chosen, 1], positions)
+            draws, samples = self._ids[chosen].T
+            self._numbers[chosen, :positions] = uniforms(int(seed), draws, samples, positions, starts[seeds == seed])
         self.count += len(pendings)
         self._settings = None
 
