@@ -106,6 +106,8 @@ def _python_call(node: ast.expr) -> ToolCall | BadCall:
         return BadCall("a call is written name(argument=value)")
     if any(keyword.arg is None for keyword in node.keywords) or any(isinstance(value, ast.Starred) for value in node.args):
         return BadCall("arguments with stars are not understood")
+    if len({keyword.arg for keyword in node.keywords}) < len(node.keywords):
+        return BadCall("an argument is given twice")
     try:
         return ToolCall(
             name=node.func.id,
