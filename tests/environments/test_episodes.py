@@ -249,7 +249,7 @@ def test_an_environment_that_blocks_the_event_loop_is_named(monkeypatch):
     script = Script(turns=1)
 
     async def blocking(turn: Turn) -> Step:
-        time.sleep(1.5)  # noqa: ASYNC251 - what it must not do
+        time.sleep(1.5)  # what it must not do
         return Step(done=True)
 
     script.step = blocking

@@ -89,7 +89,8 @@ def test_all_that_is_wrong_with_tools_is_told_at_once():
         load_tools([NAMES[0], NAMES[0], "calculater", "tool_functions:undocumented", "tool_functions:number", "tool_functions:none"])
     found = {problem.subject: str(problem) for problem in caught.value.problems}
     assert list(found) == [f"environment.tools.{number}" for number in range(1, 6)]
-    for number, text in enumerate(["two called 'add'", "Did you mean 'calculator'", "docstring", "must be a function", "importable"], start=1):
+    texts = ["two called 'add'", "Did you mean 'calculator'", "docstring", "must be a function", "importable"]
+    for number, text in enumerate(texts, start=1):
         assert text in found[f"environment.tools.{number}"]
 
 

@@ -87,7 +87,8 @@ def test_prompts_tell_of_the_tools(tokenizer):
 
 
 def test_a_template_that_refuses_the_messages_is_found_before_the_run(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}x"
+    refusal = "{{ raise_exception('no tools here') }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{% if m.role == 'tool' %}}{refusal}{{% endif %}}{{% endfor %}}x"
     with pytest.raises(ConfigError, match=r"no tools here \(roles tool\)"):
         check_environment_section(EnvironmentConfig(tools=("calculator",)), tokenizer, chat=True)
     tokenizer.chat_template = "always the same"

@@ -26,8 +26,14 @@ SETTINGS = {"version": 0, "temperature": 1.0, "seed": 3}
 
 
 def worker(*overrides: str, environment: str = "Echo", latency: float = 0.0) -> EpisodeWorker:
-    section = f"{{tools: [], name: 'episode_environments:{environment}', max_turns: 4, max_observation_tokens: 12, options: {{latency: {latency}}}}}"
-    own = [f"environment={section}", f"data.max_response_tokens={ROOM}", "deterministic=true", "rollout.slots=16", *overrides]
+    section = f"tools: [], name: 'episode_environments:{environment}', max_turns: 4, max_observation_tokens: 12"
+    own = [
+        f"environment={{{section}, options: {{latency: {latency}}}}}",
+        f"data.max_response_tokens={ROOM}",
+        "deterministic=true",
+        "rollout.slots=16",
+        *overrides,
+    ]
     config = load_config("tools", own)
     made = worker_class("rollout", config)(
         WorkerContext(group="rollout", rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", address="127.0.0.1"),

@@ -223,7 +223,8 @@ class RewardConfig(Section):
     """One reward function; the rewards of a list are summed by weight."""
 
     name: str = "reasoning_gym"
-    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), `environment` for what the environment gave, or an own function by import path (`my_pkg.rewards:score`)."""
+    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), `environment` for what the environment gave, or an own function
+    by import path (`my_pkg.rewards:score`)."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     sources: tuple[str, ...] | None = None
@@ -333,8 +334,8 @@ class TrainerConfig(Section):
 class SftConfig(Section):
     """Supervised fine-tuning: of `rolemesh sft`, and the warm start of `rolemesh train` when the section is given."""
 
-    train: Annotated[tuple[SourceConfig, ...] | None, BeforeValidator(_as_sources)] = None
-    """Examples to learn from, in the forms of `data.train`; the training prompts themselves when not set."""
+    train: str | None = None
+    """Examples to learn from: a path as of `data.train`; the training prompts themselves when not set."""
     steps: Positive = 100
     """Optimizer steps."""
     batch_size: Positive = 64

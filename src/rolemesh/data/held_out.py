@@ -71,8 +71,8 @@ def open_sft_prompts(config: Config, tokenizer: Tokenizer, tools: Tools = ()) ->
     """The training prompts in another order, or those of `sft.train`, for supervised batches, without the held-out ones. Its draw numbers
     are its own. Raises ConfigError."""
     train, held_out = _open_both(config, tokenizer, tools)
-    if config.sft is not None and (own := config.sft.train) is not None:
-        train = [_open(config, "train", number, len(own), source, None, section="sft") for number, source in enumerate(own)]
+    if config.sft is not None and config.sft.train is not None:
+        train = [_open(config, "train", 0, 1, SourceConfig(path=config.sft.train), None, section="sft")]
     refuse_unanswered(merged_summary([opened.source.summary() for opened in train]))
     return _mixture(config, train, "sft order", tokenizer, held_out.keys, tools)
 

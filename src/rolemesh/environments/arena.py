@@ -20,7 +20,8 @@ class TextArenaEnvironment:
     """The game `game` (`GuessTheNumber-v0`), with `options` of its own; a row's prompt stands before what the game says.
 
     Games draw from Python's own random numbers. Each has its own state of these here, made from the episode's seed, so that a repeated
-    episode is the same whatever others do. An invalid move is told to the model as the game tells it; the reward is the game's at its end."""
+    episode is the same whatever others do. An invalid move is told to the model as the game tells it; the reward is the game's at its
+    end."""
 
     def __init__(self, *, game: str, **options: Any) -> None:
         """Raises ConfigError without textarena and for a game that it does not have."""
@@ -78,5 +79,6 @@ def _make(game: str, options: dict[str, Any]) -> Any:
     raw = f"{game}-raw"  # without wrappers, which repeat the whole conversation in each observation
     if raw not in ENV_REGISTRY:
         hint = nearest(game, [name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train"))])
-        raise ConfigError.one("environment.options.game", "must name a game of textarena", repr(game), f"Did you mean {hint}?" if hint else "")
+        remedy = f"Did you mean {hint}?" if hint else ""
+        raise ConfigError.one("environment.options.game", "must name a game of textarena", repr(game), remedy)
     return textarena.make(raw, **options)

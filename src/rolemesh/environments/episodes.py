@@ -221,7 +221,8 @@ class EpisodeLoop:
 
     async def _sample(self, episode: Episode, news: queue.SimpleQueue[Request | Episode]) -> Completion:
         """The model's next turn. Whoever drives the engine gives it, or cancels the episode."""
-        future = self._sampled[episode.id] = self._loop.create_future()
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        self._sampled[episode.id] = future
         news.put(Request(id=episode.id, prompt_ids=[*episode.prompt_ids, *episode.token_ids], start=len(episode.token_ids)))
         return await future
 

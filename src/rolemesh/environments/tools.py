@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rolemesh.environments.parsers import ToolCall
 from rolemesh.environments.threads import in_thread
-from rolemesh.errors import ConfigError
+from rolemesh.errors import ConfigError, Problem
 from rolemesh.models.tools import tool_schema
 from rolemesh.registry import nearest, resolve
 
@@ -71,7 +71,7 @@ class Tool:
 def load_tools(names: Sequence[str]) -> dict[str, Tool]:
     """Tools of `environment.tools` by the name that the model uses. Raises ConfigError with all that cannot be used."""
     found: dict[str, Tool] = {}
-    problems = []
+    problems: list[Problem] = []
     for number, name in enumerate(names):
         subject = f"environment.tools.{number}"
         try:

@@ -1,4 +1,4 @@
-"""The seam between the rollout role and an environment: what happens between two turns of the model. `environments/` holds the built-in ones.
+"""The seam between the rollout role and an environment: what happens between two turns of the model. `environments/` has built-in ones.
 
 An environment sees the model's tokens and their text, and answers with messages. It never makes token ids: messages become ids once, when
 they are put behind the sampled ones, and sampled ids are never made from text again.

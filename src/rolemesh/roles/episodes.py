@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,11 @@ class EnvironmentFailed(RolemeshError):
     """An environment failed in every episode of a call. Says how."""
 
     @classmethod
-    def message(cls, *, name: str, episodes: int, error: str) -> str:
+    def message(cls, **fields: Any) -> str:
         return (
-            f"environment {name} failed in all of {episodes} episodes, the first with: {error}\n"
+            "environment {name} failed in all of {episodes} episodes, the first with: {error}\n"
             "Repair it, or the service that it asks; what an answer is worth is not known then, and never taken for 0"
-        )
+        ).format(**fields)
 
 
 class EpisodeWorker(RolloutWorker):
@@ -120,10 +121,12 @@ class EpisodeWorker(RolloutWorker):
 
     def _play(self, at_least: int) -> list[Episode]:
         """Episodes, in the order in which they ended. Leaves none behind when it fails."""
-        loop, done = self._loop, list[Episode]()
+        loop, done, idle = self._loop, list[Episode](), 0.0
         try:
             while loop.unfinished and len(done) < at_least:
-                requests, ended = loop.news(wait=not self.engine.unfinished)
+                began, waits = time.monotonic(), not self.engine.unfinished
+                requests, ended = loop.news(wait=waits)
+                idle += waits * (time.monotonic() - began)
                 done += ended
                 if requests:
                     self.engine.add(requests, self._settings)
@@ -132,6 +135,7 @@ class EpisodeWorker(RolloutWorker):
         except BaseException:
             self._abort()
             raise
+        self.metrics.max("environment/engine_idle_seconds", idle)
         self._refuse_broken(done)
         return done
 

@@ -65,7 +65,8 @@ class RowTable:
         self._top_p[rows] = [pending.sampling.top_p for pending in pendings]
         self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
-        seeds, starts = (np.array(numbers, np.uint64) for numbers in zip(*((one.sampling.seed, one.start) for one in pendings), strict=True))
+        seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
+        starts = np.array([pending.start for pending in pendings], np.uint64)
         for seed in np.unique(seeds):
             chosen = np.flatnonzero(seeds == seed) + self.count
             positions = int(self._limit[chosen].max())

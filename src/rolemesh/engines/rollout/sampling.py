@@ -32,9 +32,7 @@ def philox4x32(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt.NDA
     return np.stack([c0, c1, c2, c3])
 
 
-def uniforms(
-    seed: int, draws: npt.ArrayLike, samples: npt.ArrayLike, positions: int, starts: npt.ArrayLike = 0
-) -> npt.NDArray[np.float64]:
+def uniforms(seed: int, draws: npt.ArrayLike, samples: npt.ArrayLike, positions: int, starts: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
     """Numbers in [0, 1) for m requests at the `positions` response positions from `starts` on, shape [m, positions], 53 random bits each.
 
     Key: the 64 bits of `seed`. Counter: draw (64 bits), sample (32), position (32)."""
