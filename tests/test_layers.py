@@ -20,7 +20,7 @@ LAYERS = [
     {"config", "observe"},
     {"plan", "batch", "protocols", "models"},
     {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights"},
-    {"environments"},  # judge by verifiers and take seeds from data
+    {"environments"},  # judge by the verifiers of rewards
     {"roles"},
     {"training", "doctor", "report"},
     {"cli"},
