@@ -79,6 +79,8 @@ def test_long_messages_are_cut(tokenizer):
     message = Message(content="1234567890")
     assert encoder.shorten(message, 4) == Message(content="1234")
     assert encoder.shorten(message, 10) is message
+    assert encoder.shorten(Message(content="☃☃"), 4).content[0] == "☃"  # of three tokens each
+    assert encoder.shorten(Message(content="☃☃"), 4) != Message(content="☃☃")
 
 
 def test_prompts_tell_of_the_tools(tokenizer):

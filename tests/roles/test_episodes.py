@@ -15,7 +15,7 @@ from rolemesh.config import load_config
 from rolemesh.config.schema import AlgorithmConfig
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.errors import RolemeshError, StaleWeights
-from rolemesh.models import load_model
+from rolemesh.models import load_model, load_tokenizer
 from rolemesh.observe import Metrics
 from rolemesh.roles import worker_class
 from rolemesh.roles.episodes import WRITES, EpisodeWorker
@@ -146,6 +146,30 @@ def test_what_the_model_did_not_write_is_in_no_loss(played):
     assert all(torch.equal(expected[name], other[name]) for name in expected)
     unmasked = gradients(data.drop(["response_mask"]))
     assert not all(torch.allclose(expected[name], unmasked[name], rtol=0.01) for name in expected)
+
+
+def test_in_a_chat_the_template_stands_between_turns(tmp_path):
+    tokenizer = load_tokenizer(load_config("tools").model)
+    head = "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}" + head
+    tokenizer.save_pretrained(tmp_path)
+    made = worker("data.chat=true", f"model.tokenizer={tmp_path}")
+    try:
+        found = made.generate(prompts(), **SETTINGS)
+    finally:
+        made.close()
+    several = 0
+    for ids, told in zip(found.rows("response_ids"), found.scalars("turns"), strict=True):
+        at, last = 0, -1
+        for turn in json.loads(told):
+            part = list(ids[at : at + turn["tokens"]])
+            if turn["role"] == "tool":
+                expected = f"\ntool: {turn['text']}<eos>\nassistant: "
+                assert tokenizer.decode(part) == (expected if last == tokenizer.eos_token_id else f"<eos>{expected}")
+                several += at > 0
+            at, last = at + len(part), part[-1]
+        assert at == len(ids)
+    assert several > 5
 
 
 def test_B16_an_environment_that_only_fails_stops_the_run_with_its_name():

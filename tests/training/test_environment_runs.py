@@ -99,6 +99,17 @@ def test_an_own_environment_with_ppo_in_one_process(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_the_recipe_learns_what_to_ask_its_tools(tmp_path):
+    display = Quiet()
+    run_training(load_config("tools", [f"runs_dir={tmp_path / 'runs'}", "trainer.steps=12", "trainer.eval_every=0"]), display)
+    first, last = (values["eval/accuracy"] for _, values in display.evaluations)
+    assert first < 0.5
+    assert last > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.ray
 @pytest.mark.timeout(580)
 def test_two_tools_are_learned_end_to_end_with_grpo_and_ppo(tmp_path):
     directory, _ = train(tmp_path / "grpo", "sft.steps=80", "trainer.learning_rate=1e-5", "trainer.minibatches=1", "seed=1")

@@ -38,7 +38,7 @@ class TurnEncoder:
 
     def shorten(self, message: Message, limit: int) -> Message:
         """The message with at most the first `limit` tokens of its content."""
-        ids = self._ids(message.content) if len(message.content) > limit else []  # a token has a character or more, but for odd bytes
+        ids = self._ids(message.content) if len(message.content.encode()) > limit else []  # a token has a byte or more
         return replace(message, content=self.decode(ids[:limit])) if len(ids) > limit else message
 
     def decode(self, ids: Sequence[int]) -> str:
