@@ -11,9 +11,10 @@ import pyarrow as pa
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config, RoleConfig
 from rolemesh.names import REWARD
+from rolemesh.protocols.reward import Sample
 from rolemesh.rewards import InProcess, Outcome, RewardScorer, ScoringPool, top_errors
-from rolemesh.rewards.scorer import samples_of
-from rolemesh.rewards.work import Executor
+from rolemesh.rewards.scorer import functions_of, samples_of
+from rolemesh.rewards.work import Answer, Executor
 from rolemesh.runtime import Worker, WorkerContext, register
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,14 @@ class RewardWorker(Worker):
         self._executor = self._make_executor()
         self.scorer = RewardScorer(self.config.reward, self._executor)
 
-    def _make_executor(self) -> Executor:
+    def _make_executor(self) -> Executor | None:
+        functions = functions_of(self.config.reward)
+        if not functions:
+            return None
         if self.config.backend == "local":
-            return InProcess(self.config.reward)
+            return InProcess(functions)
         role = self.config.roles.get(REWARD, RoleConfig())
-        return ScoringPool(self.config.reward, processes=role.processes or max(1, int(role.cpus or 1)))
+        return ScoringPool(functions, processes=role.processes or max(1, int(role.cpus or 1)))
 
     def close(self) -> None:
         """End the processes. `load` starts new ones."""
@@ -74,13 +78,19 @@ class RewardWorker(Worker):
     def _judge(self, batch: Batch) -> list[Outcome]:
         """An outcome for each row. Rows whose environment failed are not scored: what they are worth is not known."""
         errors = batch.scalars("environment_error") if "environment_error" in batch.names else [None] * len(batch)
-        sound = [row for row, error in enumerate(errors) if error is None]
-        scored = iter(self.scorer.score(samples_of(batch.take(sound))))
+        sound = batch.take([row for row, error in enumerate(errors) if error is None])
+        samples = samples_of(sound)
+        scored = iter(self.scorer.outcomes(samples, self._answers(sound, samples)) if samples else ())
         return [next(scored) if error is None else Outcome(reward=None, status="environment", error=error) for error in errors]
+
+    def _answers(self, batch: Batch, samples: list[Sample]) -> dict[int, list[Answer]]:
+        """What every entry of the section says of its samples."""
+        return self.scorer.answers(samples)
 
     def _record_usage(self) -> None:
         """Who did how much: all processes of all workers should have their share."""
-        assert self._executor is not None
+        if self._executor is None:
+            return
         usage = self._executor.take_usage()
         total = sum(usage.samples)
         self.metrics.max("reward/process/samples_max", max(usage.samples))
