@@ -45,6 +45,9 @@ def test_calls_are_answered(tools, text, answers, malformed, errors):
     found = step(tools, text)
     assert found.done == (not answers)
     assert found.reward is None
+    assert [message.name in tools for message in found.messages] == [
+        not message.content.startswith("error: no") for message in found.messages
+    ]
     assert len(found.messages) == len(answers)
     for message, answer in zip(found.messages, answers, strict=True):
         assert message.role == "tool"

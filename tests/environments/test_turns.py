@@ -83,6 +83,12 @@ def test_long_messages_are_cut(tokenizer):
     assert encoder.shorten(Message(content="☃☃"), 4) != Message(content="☃☃")
 
 
+def test_templates_that_want_the_name_of_a_tool_get_it(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.name or '-' }}:{{ m.content | tojson }};{% endfor %}"
+    ids = TurnEncoder(tokenizer, chat=True).encode([Message(content='a "b"', name="add"), Message(content="c", role="user")], -1)
+    assert text(tokenizer, ids) == '";add:"a \\"b\\"";-:"c";'
+
+
 def test_prompts_tell_of_the_tools(tokenizer):
     schema = {"type": "function", "function": {"name": "add"}}
     assert '"name": "add"' in text(tokenizer, encode_prompt(tokenizer, "2+2?", chat=True, tools=[schema]))

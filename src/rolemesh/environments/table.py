@@ -52,4 +52,5 @@ def check_environment_section(config: EnvironmentConfig, tokenizer: Any, *, chat
         except (TypeError, ValueError) as error:
             raise ConfigError.one("environment.options", f"{config.name} must be able to use them", str(error)) from error
     if chat and tokenizer is not None and tokenizer.chat_template:
-        TurnEncoder(tokenizer, chat=True).encode([Message(content="x", role="tool" if config.tools else "user")], -1)
+        message = Message(content="x", role="tool", name="x") if config.tools else Message(content="x", role="user")
+        TurnEncoder(tokenizer, chat=True).encode([message], -1)

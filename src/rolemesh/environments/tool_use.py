@@ -32,7 +32,8 @@ class ToolEnvironment:
             return Step(done=True)
         counts = Counter[str](tool_calls=len(calls), tool_errors=0, malformed_calls=0)
         results = await asyncio.gather(*(self._answer(call, counts) for call in calls))
-        return Step(messages=[Message(content=result) for result in results], counts=counts)
+        names = [call.name if isinstance(call, ToolCall) and call.name in self.tools else "unknown" for call in calls]
+        return Step(messages=[Message(content=result, name=name) for result, name in zip(results, names, strict=True)], counts=counts)
 
     async def close(self) -> None:
         """Nothing to give back."""

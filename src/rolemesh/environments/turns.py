@@ -51,7 +51,10 @@ class TurnEncoder:
 
     def _render(self, messages: Sequence[Message]) -> str:
         before = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _MARK}]
-        new = [{"role": message.role, "content": self._harmless(message.content)} for message in messages]
+        new = [
+            {"role": message.role, "content": self._harmless(message.content)} | ({"name": message.name} if message.name else {})
+            for message in messages
+        ]
         try:
             text = str(self._tokenizer.apply_chat_template(before + new, add_generation_prompt=True, tokenize=False))
         except (TemplateError, TypeError, KeyError, ValueError) as error:

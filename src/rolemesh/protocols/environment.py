@@ -43,6 +43,8 @@ class Message:
 
     content: str
     role: Literal["tool", "user"] = "tool"
+    name: str = ""
+    """Of the tool, which some templates want."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
