@@ -178,6 +178,8 @@ class Failing(Script):
             await asyncio.sleep(60)
         if self.where == "silent":
             return Step()
+        if self.where == "exit":
+            raise SystemExit("usage: me")
         if self.where == "step":
             raise KeyError("x")
         return await super().step(turn)
@@ -192,6 +194,7 @@ class Failing(Script):
     [
         ("reset", "ConnectionResetError: the server left"),
         ("step", "KeyError: 'x'"),
+        ("exit", "SystemExit: usage: me"),
         ("close", "OSError: disk"),
         ("silent", "ValueError: step 1 has neither messages nor done=True"),
         ("late", "TimeoutError: step took longer than environment.deadline (0.2 s)"),

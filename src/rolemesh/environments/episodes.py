@@ -177,7 +177,7 @@ class EpisodeLoop:
                 episode.finish_reason = await self._play(episode, environment, news)
             finally:
                 await self._within(episode, environment.close(), "close")
-        except Exception as error:  # noqa: BLE001 - an environment may raise anything; the row says so and has no reward
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything; the row says so
             episode.finish_reason, episode.reward, episode.error = "abort", None, f"{type(error).__name__}: {error}"
         news.put(episode)
 
