@@ -19,7 +19,7 @@ LAYERS = [
     {"errors", "lazy", "names", "registry", "recipes", "engines"},  # recipes holds YAML files, engines two packages of layer 3
     {"config", "observe"},
     {"plan", "batch", "protocols", "models"},
-    {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights"},
+    {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights", "serving"},
     {"environments"},  # judge by the verifiers of rewards
     {"roles"},
     {"training", "doctor", "report"},
@@ -37,6 +37,7 @@ HOMES = {
     "vllm": ("engines/rollout/vllm",),
     "sglang": ("engines/rollout/sglang",),
     "transformers": ("models/", "engines/"),
+    "aiohttp": ("serving/",),
     "peft": ("models/lora.py",),
     "tensorboard": ("observe/sinks.py",),
     "reasoning_gym": ("data/", "rewards/"),
@@ -51,7 +52,8 @@ HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "mat
 LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
     *(f"models/{module}.py" for module in ("load", "lora", "reward_reader", "save", "tokenizer", "verify")),
-    *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
+    *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "matrices", "parameters", "rows", "runner")),
+    "engines/rollout/sampling.py",
     *(f"roles/{module}.py" for module in ("actor", "critic", "episodes", "ref", "reward_model", "rollout", "saving", "taker", "trained")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""

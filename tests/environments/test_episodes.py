@@ -78,7 +78,7 @@ def drive(loop: EpisodeLoop, answering: Callable[[Request], Completion] = answer
     done: list[Episode] = []
     asked: list[Request] = []
     while loop.unfinished:
-        requests, ended = loop.news(wait=True)
+        requests, ended = loop.news(wait=1.0)
         asked += requests
         done += ended
         loop.give(map(answering, requests))
@@ -236,15 +236,15 @@ def test_cancelled_episodes_are_closed_and_leave_nothing_behind():
 
     with playing(make) as loop:
         loop.begin([(start(draw), PROMPT) for draw in range(3)])
-        requests, _ = loop.news(wait=True)
+        requests, _ = loop.news(wait=1.0)
         loop.give([answer(requests[0])])
         loop.cancel()
         assert [script.closed for script in made] == [True] * 3
         assert loop.unfinished == 0
-        assert loop.news(wait=False) == ([], [])
+        assert loop.news() == ([], [])
         loop.give([answer(request) for request in requests])  # too late, for nobody
         loop.begin([(start(0), PROMPT)])
-        assert [request.id for request in loop.news(wait=True)[0]] == [(0, 0)]
+        assert [request.id for request in loop.news(wait=1.0)[0]] == [(0, 0)]
 
 
 def test_an_environment_that_blocks_the_event_loop_is_named(monkeypatch):
@@ -258,8 +258,8 @@ def test_an_environment_that_blocks_the_event_loop_is_named(monkeypatch):
     script.step = blocking
     with playing(lambda: script, deadline=0.2) as loop:
         loop.begin([(start(0), PROMPT)])
-        requests, _ = loop.news(wait=True)
+        requests, _ = loop.news(wait=1.0)
         loop.give(map(answer, requests))
         with pytest.raises(DeadlineExceeded, match=r"rollout waited .*environment tools for the next turn \(does it block the event loop"):
-            loop.news(wait=True)
+            loop.news(wait=1.0)
         time.sleep(1.5)

@@ -146,6 +146,24 @@ class AlgorithmConfig(Section):
     """When no group of a step has any spread in its rewards: train all the same, skip the update, or stop the run."""
 
 
+class ServeConfig(Section):
+    """The policy in training as an OpenAI-compatible endpoint: see docs/serving.md."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The endpoint speaks plain HTTP: anything but loopback shows prompts and the token to the network."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Port; 0 takes a free one, which `status.json` names."""
+    in_flight: Literal["resume", "wait", "abort"] = "resume"
+    """What becomes of requests that run when weights are published: they go on with the new ones, training waits for them (`patience`),
+    or they end with the tokens that they have."""
+    patience: PositiveFloat = 10.0
+    """Seconds that a publication waits for them at most, with `in_flight: wait`; what still runs then ends."""
+    deadline: PositiveFloat = 600.0
+    """Seconds in which a request has to be answered."""
+    requests: Positive = 256
+    """Answers under way at a time; what is asked for beyond is refused (status 429)."""
+
+
 class RolloutConfig(Section):
     """Generation."""
 
@@ -161,6 +179,8 @@ class RolloutConfig(Section):
     """Sequences that one engine decodes side by side."""
     deadline: PositiveFloat = 1800.0
     """Seconds in which one of several rollout workers has to hand in some answers; then others get its prompts."""
+    serve: ServeConfig | None = None
+    """Answer requests from outside meanwhile, `{}` for the defaults; off when not set."""
 
 
 class EnvironmentConfig(Section):

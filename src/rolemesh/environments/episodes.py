@@ -100,33 +100,40 @@ class EpisodeLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self.unfinished = 0
         """Episodes that have begun and were not handed out."""
+        self._moved = 0.0
+        """When something was last handed over, in either direction."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="episodes")
         self._thread.start()
 
     def begin(self, rows: Sequence[tuple[Start, Sequence[int]]]) -> None:
         """Begin an episode for each row and its prompt's ids. Their ids must differ from those under way."""
-        self.unfinished += len(rows)
+        self.unfinished, self._moved = self.unfinished + len(rows), time.monotonic()
         self._loop.call_soon_threadsafe(self._begin, rows, self._news)
 
-    def news(self, *, wait: bool) -> tuple[list[Request], list[Episode]]:
-        """Turns to be sampled, and episodes that have ended, since the last call. With `wait` at least one of them: for the caller who
-        has nothing to compute. Raises DeadlineExceeded when none comes though no environment may take that long."""
+    def news(self, *, wait: float = 0.0) -> tuple[list[Request], list[Episode]]:
+        """Turns to be sampled, and episodes that have ended, since the last call. A caller who has nothing to compute waits so many seconds
+        for the first. Raises DeadlineExceeded when none has come for longer than any environment may take."""
         requests: list[Request] = []
         ended: list[Episode] = []
+        patience = wait
         try:
             while True:
-                one = self._news.get(timeout=self._limits.deadline + GRACE) if wait else self._news.get_nowait()
-                wait = False
+                one = self._news.get(timeout=patience) if patience else self._news.get_nowait()
+                patience = 0.0
                 (requests if isinstance(one, Request) else ended).append(one)  # type: ignore[arg-type]
         except queue.Empty:
-            if wait:
-                raise self._held_up("the next turn") from None
+            pass
+        if requests or ended:
+            self._moved = time.monotonic()
+        elif wait and time.monotonic() - self._moved > self._limits.deadline + GRACE:
+            raise self._held_up("the next turn")
         self.unfinished -= len(ended)
         return requests, ended
 
     def give(self, completions: Iterable[Completion]) -> None:
         """What the engine made of requests."""
+        self._moved = time.monotonic()
         self._loop.call_soon_threadsafe(self._give, list(completions))
 
     def cancel(self) -> None:

@@ -2,9 +2,9 @@
 
 Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
 workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
-bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor, critic and ref what
-one rank holds of them, when a row of ranks splits the model or a column shards it), of which Q are trained (all; of an actor with an
-adapter of rank r those of the adapter, which P counts too):
+bytes); rollout workers hold weights and cache in it, on CPUs the cache of the fast path in float32. With P parameters (P' of a critic: the
+body alone; of actor, critic and ref what one rank holds of them, when a row of ranks splits the model or a column shards it), of which Q
+are trained (all; of an actor with an adapter of rank r those of the adapter, which P counts too):
 
 | what | bytes | who |
 |---|---|---|
@@ -19,7 +19,8 @@ adapter of rank r those of the adapter, which P counts too):
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
 | copy while saving | (4 P + 8 Q of all ranks) / ranks, in host memory, with `trainer.async_save`: weights and moments | actor, critic |
 | copy while saving | 4 P, when there is a warm start | ref |
-| fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
+| fused copies | (layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) + vocab hidden) b, on the fast path | rollout |
+| fused copies | layers hidden (heads head_dim + i) b more on CPUs, on the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
 | passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
@@ -188,8 +189,13 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     width = 2 if config.model.dtype == "bfloat16" else 4
     query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     found = {"weights": facts.parameters * width}
-    if facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
-        found["fused copies"] = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate) * width
+    on_host = not has_device(config.pools[config.roles[role].pool])
+    if fast := facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
+        fused = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate)
+        others = facts.layers * facts.hidden * (query + facts.intermediate)
+        found["fused copies"] = (fused + (others if on_host else 0) + facts.vocab * facts.hidden) * width
+    if fast and on_host:
+        width = 4
     slots, columns = cache_shape(config, facts)
     prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width)
     return found | {

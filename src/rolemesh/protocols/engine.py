@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -33,10 +34,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One answer to make. `id` is (draw, sample) and, with the seed, decides the random numbers."""
+    """One answer to make. `id` is (draw, sample)."""
 
     id: tuple[int, int]
     prompt_ids: Sequence[int]
+    counter: tuple[int, int] | None = None
+    """Decides, with the seed, the random numbers, in place of the id: for requests that are repeated, or that differ in their ids alone."""
     start: int = 0
     """How many tokens at the end of `prompt_ids` belong to the answer already, where one turn of an episode follows another: they count
     against the length of the answer, and its random numbers go on behind them."""
@@ -119,6 +122,10 @@ class RolloutEngine(Protocol):
         """Requests queued or running."""
         ...
 
+    def so_far(self, ids: Iterable[tuple[int, int]]) -> list[Completion]:
+        """What `abort` would return for those of the given requests that have begun; they go on."""
+        ...
+
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
         """End the given requests (all when None) and return what they have so far, finish_reason `abort`."""
         ...
@@ -131,8 +138,9 @@ class RolloutEngine(Protocol):
         """Go on after `pause` or `drain`."""
         ...
 
-    def drain(self) -> list[Completion]:
-        """Begin nothing new, run what runs to its end, and return it. The engine is paused then. Raises StaleWeights at version -1."""
+    def drain(self, seconds: float = math.inf) -> list[Completion]:
+        """Begin nothing new, run what runs to its end, or for so long, and return what has ended. The engine is paused then. Raises
+        StaleWeights at version -1."""
         ...
 
     def sleep(self, *, keep_weights: bool) -> None:

@@ -16,7 +16,7 @@ from rolemesh.data import derive_seed
 from rolemesh.environments import Episode, EpisodeLoop, TurnEncoder, environment_maker
 from rolemesh.errors import RolemeshError
 from rolemesh.models import load_config
-from rolemesh.protocols.engine import Sampling
+from rolemesh.protocols.engine import Completion, Sampling
 from rolemesh.protocols.environment import Start
 from rolemesh.protocols.task import load_task
 from rolemesh.roles.rollout import ONE_REPLICA, RolloutWorker
@@ -25,6 +25,8 @@ from rolemesh.runtime import WorkerContext, register
 
 READS = ("prompt_ids", "source", "prompt", "answer", "task")
 WRITES = (*COMMON, "response_mask", "turns", "environment_reward", "environment_error")
+LISTEN_SECONDS = 0.05
+"""That an engine without work waits for environments before it looks whether anything else is to be done."""
 
 
 class EnvironmentFailed(RolemeshError):
@@ -45,6 +47,8 @@ class EpisodeWorker(RolloutWorker):
         super().__init__(context, config=config)
         self._episodes: EpisodeLoop | None = None
         self._settings: Sampling
+        self._played: list[Episode] = []
+        """Of the round, not handed in."""
         self._failing: set[int] = set()
         """Prompts in whose episodes the environment failed since one last went well; more than two are not remembered."""
 
@@ -97,10 +101,11 @@ class EpisodeWorker(RolloutWorker):
 
     @property
     def _unfinished(self) -> int:
-        return self._loop.unfinished
+        return self._loop.unfinished + len(self._played)
 
     def _abort(self) -> None:
         super()._abort()
+        self._played.clear()
         if self._loop.unfinished:
             self._loop.cancel()
 
@@ -120,24 +125,35 @@ class EpisodeWorker(RolloutWorker):
         return Start(draw=draw, sample=sample, seed=own, source=source, prompt=prompt, answer=answer, task=load_task(task))
 
     def _play(self, at_least: int) -> list[Episode]:
-        """Episodes, in the order in which they ended. Leaves none behind when it fails."""
-        loop, done, idle = self._loop, list[Episode](), 0.0
-        try:
-            while loop.unfinished and len(done) < at_least:
-                began, waits = time.monotonic(), not self.engine.unfinished
-                requests, ended = loop.news(wait=waits)
-                idle += waits * (time.monotonic() - began)
-                done += ended
-                if requests:
-                    self.engine.add(requests, self._settings)
-                if self.engine.unfinished:
-                    loop.give(self.engine.step())
-        except BaseException:
-            self._abort()
-            raise
+        """Episodes, in the order in which they ended."""
+        idle = 0.0
+        with self._nothing_left_behind():
+            while self._loop.unfinished and len(self._played) < at_least:
+                if self._rows or self._desk.busy:
+                    self._step()
+                else:
+                    began = time.monotonic()
+                    self._hear(wait=LISTEN_SECONDS)
+                    idle += time.monotonic() - began
         self.metrics.max("environment/engine_idle_seconds", idle)
-        self._refuse_broken(done)
-        return done
+        played, self._played = self._played, []
+        self._refuse_broken(played)
+        return played
+
+    def _step(self) -> None:
+        self._hear()
+        super()._step()
+
+    def _hear(self, wait: float = 0.0) -> None:
+        """Take over what episodes want next."""
+        requests, ended = self._loop.news(wait=wait)
+        self._played += ended
+        if requests:
+            self._begin(requests, self._settings)
+
+    def _take(self, completions: Sequence[Completion]) -> None:
+        if completions:
+            self._loop.give(completions)
 
     def _refuse_broken(self, episodes: Sequence[Episode]) -> None:
         """One prompt alone may be at fault; an environment that fails on several, and on nothing else, is broken."""

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from rolemesh.batch import Batch
-from rolemesh.config.schema import Config
+from rolemesh.config.schema import Config, ServeConfig
 from rolemesh.environments import tool_schemas
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.models import encode_prompt
+from rolemesh.names import ROLLOUT
 from rolemesh.observe import write_json
+from rolemesh.roles.rollout_manager import RolloutManager
 from rolemesh.runtime import Backend, CallRecord
 from rolemesh.training import checkpoint, evaluation, phases, saving
 from rolemesh.training.admission import Wait
@@ -23,6 +25,9 @@ from rolemesh.training.launch import backend_for, open_run, own_inventory, ready
 from rolemesh.training.preflight import Checked, Prepared, check
 from rolemesh.training.recorder import Display
 from rolemesh.training.session import Session
+
+BRING_BACK_SECONDS = 1.0
+"""Between two looks whether a replica that serves no more can come back, where there are no rounds."""
 
 
 def _ignore_wait(wait: Wait) -> None:
@@ -69,6 +74,28 @@ def run_evaluation(
             return await evaluation.sampled(session, prepared.eval_set, 0, sampling)
 
     return run_on(backend, main())
+
+
+def run_serving(config: Config, display: Display) -> None:
+    """Answer requests from outside with the config's model until this process is told to end, as a run that is in training does."""
+    serve = config.rollout.serve or ServeConfig()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"serve": serve})})
+    inventory = own_inventory(config)
+    checked = check(config, inventory, roles=[ROLLOUT])
+    with run_directory(config) as directory:
+        backend = backend_for(config, inventory, directory.name)
+
+        async def main() -> None:
+            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
+            async with open_run(prepared, directory, backend, display, roles=[ROLLOUT]) as run:
+                rollout = run.session.groups[ROLLOUT]
+                assert isinstance(rollout, RolloutManager)
+                await rollout.serve_folder(0)
+                while True:
+                    await backend.sleep(BRING_BACK_SECONDS)
+                    await rollout.bring_back()
+
+        run_on(backend, main())
 
 
 def run_generation(config: Config, prompts: Sequence[str], temperature: float) -> list[str]:

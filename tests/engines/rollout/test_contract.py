@@ -325,6 +325,8 @@ def test_F01_a_sleeping_engine_serves_nothing_and_wakes_with_its_own_weights_or_
     with pytest.raises(ValueError, match="are running; drain or abort them"):
         engine.sleep(keep_weights=keep_weights)
     engine.abort()
+    engine.sleep(keep_weights=True)
+    engine.wake()  # and sleeps again without having generated anything
     for _ in range(2):
         engine.sleep(keep_weights=keep_weights)
     engine.add(requests, sampling())
@@ -458,3 +460,49 @@ def test_D16_an_engine_with_other_logprobs_than_the_trainers_is_refused():
         with pytest.raises(ConfigError, match=r"after temperature over all tokens.*RawEngine gives 'raw' ones"):
             refused()
     check_engine("builtin")
+
+
+def test_what_requests_have_so_far_is_seen_without_ending_them(loaded):
+    requests = make_requests(6)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests, sampling())
+    seen = {}
+    while loaded.unfinished:
+        done = loaded.step()
+        looked = loaded.so_far([request.id for request in requests[:5]])
+        for completion in looked:
+            whole = expected[completion.id]
+            count = len(completion.token_ids)
+            assert 0 < count < 12
+            assert completion.token_ids == whole.token_ids[:count]
+            assert completion.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-4)
+            assert completion.spans == ((3, 0, count),)
+            seen[completion.id] = max(count, seen.get(completion.id, 0))
+        assert not {completion.id for completion in looked} & {completion.id for completion in done}
+    assert set(seen) == {request.id for request in requests[:5]}
+    assert max(seen.values()) > 5
+    assert loaded.so_far([request.id for request in requests]) == []
+
+
+def test_a_counter_decides_the_random_numbers_in_place_of_the_id(loaded):
+    prompt = make_requests(1)[0].prompt_ids
+    ids = [(2**63 + number, 0) for number in range(4)]
+    counters = [(7, 1), (7, 1), None, (2**63 + 2, 0)]
+    requests = [Request(id=id, prompt_ids=prompt, counter=counter) for id, counter in zip(ids, counters, strict=True)]
+    done = generate(loaded, requests, sampling())
+    first, second, third, fourth = (done[id].token_ids for id in ids)
+    assert first == second
+    assert third == fourth
+    assert first != third
+
+
+def test_a_drain_ends_in_time_and_what_still_runs_goes_on_later(loaded):
+    requests = make_requests(3)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests, sampling())
+    loaded.step()
+    assert loaded.drain(0.0) == []
+    assert loaded.health().state == "paused"
+    assert loaded.unfinished == 3
+    loaded.resume()
+    assert {completion.id: completion.token_ids for completion in drain(loaded)} == {id: one.token_ids for id, one in expected.items()}

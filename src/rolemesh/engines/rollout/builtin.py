@@ -148,7 +148,9 @@ class BuiltinEngine(Lifecycle):
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
             limit = min(sampling.max_new_tokens, self._max_response - request.start, self._context - len(prompt))
-            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, start=request.start))
+            counter = request.counter or request.id
+            pending = Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, counter=counter, start=request.start)
+            self._queue.append(pending)
             self._held.add(request.id)
 
     @torch.inference_mode()
@@ -200,6 +202,9 @@ class BuiltinEngine(Lifecycle):
         if len(to):
             self._runner.move(to, source)
         return completions
+
+    def so_far(self, ids: Iterable[tuple[int, int]]) -> list[Completion]:
+        return [self._rows.completion(row, self._version, "abort") for row in self._rows.find(set(ids)).tolist()]
 
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
         """See the protocol. Ids that are not held are passed over: they may have finished a moment ago."""

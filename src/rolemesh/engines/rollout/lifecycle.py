@@ -5,6 +5,8 @@ Base of `builtin.py` and `fake.py`, which know how to compute. For what the meth
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -89,11 +91,12 @@ class Lifecycle(ABC):
     def resume(self) -> None:
         self._paused = False
 
-    def drain(self) -> list[Completion]:
+    def drain(self, seconds: float = math.inf) -> list[Completion]:
         self._require_weights()
         self._paused = True
         done: list[Completion] = []
-        while self._running():
+        ends = time.monotonic() + seconds
+        while self._running() and time.monotonic() < ends:
             done += self._advance(admit=False)
         return done
 

@@ -24,6 +24,8 @@ class Pending:
     prompt: tuple[int, ...]
     sampling: Sampling
     limit: int
+    counter: tuple[int, int]
+    """Decides the random numbers, with the seed."""
     start: int = 0
     """Position in the answer of the first token."""
 
@@ -67,11 +69,12 @@ class RowTable:
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
         seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
         starts = np.array([pending.start for pending in pendings], np.uint64)
+        counters = np.array([pending.counter for pending in pendings], np.uint64)
         for seed in np.unique(seeds):
-            chosen = np.flatnonzero(seeds == seed) + self.count
-            positions = int(self._limit[chosen].max())
-            draws, samples = self._ids[chosen].T
-            self._numbers[chosen, :positions] = uniforms(int(seed), draws, samples, positions, starts[seeds == seed])
+            chosen = np.flatnonzero(seeds == seed)
+            positions = int(self._limit[rows][chosen].max())
+            draws, samples = counters[chosen].T
+            self._numbers[chosen + self.count, :positions] = uniforms(int(seed), draws, samples, positions, starts[chosen])
         self.count += len(pendings)
         self._settings = None
 
