@@ -183,12 +183,31 @@ class RolloutConfig(Section):
     """Answer requests from outside meanwhile, `{}` for the defaults; off when not set."""
 
 
+class EnvironmentConfig(Section):
+    """What happens between the turns of the model, for answers of several turns. Without this section an answer is one turn."""
+
+    name: str = "tools"
+    """Environment by name (`tools`, `reasoning_gym`, `textarena`), or an own class by import path."""
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call: built-in ones by name (`calculator`), own Python functions by import path."""
+    parser: str = "hermes"
+    """How the model writes calls: `hermes` (Qwen), `llama3_json`, `pythonic`, or an own function by import path."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    max_turns: Positive = 8
+    """Turns of the model in one answer; all of them together have at most `data.max_response_tokens`, what lies between included."""
+    max_observation_tokens: Positive = 512
+    """Longest message of the environment, in tokens; a longer one is cut at its end and counted."""
+    deadline: PositiveFloat = 60.0
+    """Seconds for one step of an environment, tools included; then the answer has no reward."""
+
+
 class RewardConfig(Section):
     """One reward function, or model; the rewards of a list are summed by weight."""
 
     name: str = "reasoning_gym"
-    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`). With
-    `model` what to call that one; then `model` when not set."""
+    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), `environment` for what the environment gave, or an own function
+    by import path (`my_pkg.rewards:score`). With `model` what to call that one; then `model` when not set."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     sources: tuple[str, ...] | None = None
@@ -310,6 +329,8 @@ class TrainerConfig(Section):
 class SftConfig(Section):
     """Supervised fine-tuning: of `rolemesh sft`, and the warm start of `rolemesh train` when the section is given."""
 
+    train: str | None = None
+    """Examples to learn from: a path as of `data.train`; the training prompts themselves when not set."""
     steps: Positive = 100
     """Optimizer steps."""
     batch_size: Positive = 64
@@ -369,6 +390,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig | None = None
     reward: tuple[RewardConfig, ...] = (RewardConfig(),)
     roles: dict[str, RoleConfig] = {"actor": RoleConfig(), "rollout": RoleConfig(), "reward": RoleConfig()}
     pools: dict[str, PoolConfig] = {"main": PoolConfig()}

@@ -40,6 +40,9 @@ class Request:
     prompt_ids: Sequence[int]
     counter: tuple[int, int] | None = None
     """Decides, with the seed, the random numbers, in place of the id: for requests that are repeated, or that differ in their ids alone."""
+    start: int = 0
+    """How many tokens at the end of `prompt_ids` belong to the answer already, where one turn of an episode follows another: they count
+    against the length of the answer, and its random numbers go on behind them."""
 
 
 class WeightSpan(NamedTuple):

@@ -223,7 +223,10 @@ class RolloutManager(WorkerGroup):
         await self._bring_back()
         await self._require_one()
         expected = self._answer_tokens or config.data.max_response_tokens
-        round_ = Round(batch, replicas=len(self.replicas), slots=config.rollout.slots, answer=expected)
+        slots = config.rollout.slots
+        if config.environment is not None:  # most of an episode may be waiting, so that a replica holds its share of all at once
+            slots = max(slots, -(-len(batch) // len(self.replicas)))
+        round_ = Round(batch, replicas=len(self.replicas), slots=slots, answer=expected)
         self._round = round_
         try:
             with self._as_one(name, "generate") as metrics:

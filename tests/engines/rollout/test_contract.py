@@ -97,6 +97,24 @@ def test_answers_end_at_their_own_limit(loaded):
     assert lengths == {0: 1, 1: 5}
 
 
+def test_an_answer_goes_on_where_an_earlier_turn_of_it_stopped(loaded):
+    requests = make_requests(4, samples=2)
+    whole = generate(loaded, requests, sampling())
+    for start in (1, 7):
+        later = [
+            Request(id=request.id, prompt_ids=[*request.prompt_ids, *whole[request.id].token_ids[:start]], start=start)
+            for request in requests
+        ]
+        for id, completion in generate(loaded, later, sampling()).items():
+            assert completion.token_ids == whole[id].token_ids[start:]
+            assert completion.logprobs == pytest.approx(whole[id].logprobs[start:], abs=1e-4)
+            assert completion.finish_reason == "length"  # what came before counts against it
+    with pytest.raises(ValueError, match="start must be within 0 to 11, got 12"):
+        loaded.add([Request(id=(0, 0), prompt_ids=[1] * 13, start=12)], sampling())
+    with pytest.raises(ValueError, match=r"1 to 9 tokens \(max_prompt_tokens\), got 10"):
+        loaded.add([Request(id=(0, 0), prompt_ids=[1] * 13, start=3)], sampling())
+
+
 def test_F11_answers_to_one_prompt_differ(loaded):
     done = generate(loaded, make_requests(1, samples=8), sampling())
     assert len({tuple(completion.token_ids) for completion in done.values()}) == 8

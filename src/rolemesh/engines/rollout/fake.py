@@ -73,7 +73,7 @@ class FakeEngine(Lifecycle):
 
     def _knows_nothing(self, request: Request, sampling: Sampling) -> tuple[list[int], list[float]]:
         draw, sample = request.counter or request.id
-        numbers = uniforms(sampling.seed, [draw], [sample], sampling.max_new_tokens)[0]
+        numbers = uniforms(sampling.seed, [draw], [sample], sampling.max_new_tokens, request.start)[0]
         tokens = [int(number * self._vocabulary) if sampling.temperature else 0 for number in numbers]
         return tokens, [-math.log(self._vocabulary)] * len(tokens)
 
@@ -116,11 +116,11 @@ class FakeEngine(Lifecycle):
     def _start(self, request: Request, sampling: Sampling) -> _Running:
         tokens, logprobs = self._answer(request, sampling)
         ends = [position for position, token in enumerate(tokens) if token in sampling.stop_token_ids]
-        length = min([end + 1 for end in ends[:1]] + [sampling.max_new_tokens])
+        length = min([end + 1 for end in ends[:1]] + [sampling.max_new_tokens, self._max_response - request.start])
         if len(tokens) != len(logprobs) or len(tokens) < length:
             raise ValueError(
                 f"canned answer to {request.id} has {len(tokens)} tokens and {len(logprobs)} log-probabilities; it needs a "
-                f"log-probability each, and a stop token or {sampling.max_new_tokens} tokens"
+                f"log-probability each, and a stop token or {length} tokens"
             )
         return _Running(request=request, sampling=sampling, tokens=list(tokens[:length]), logprobs=list(logprobs[:length]), spans=[])
 

@@ -26,6 +26,8 @@ class Pending:
     limit: int
     counter: tuple[int, int]
     """Decides the random numbers, with the seed."""
+    start: int = 0
+    """Position in the answer of the first token."""
 
 
 class RowTable:
@@ -66,11 +68,13 @@ class RowTable:
         self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
         seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
+        starts = np.array([pending.start for pending in pendings], np.uint64)
         counters = np.array([pending.counter for pending in pendings], np.uint64)
         for seed in np.unique(seeds):
             chosen = np.flatnonzero(seeds == seed)
             positions = int(self._limit[rows][chosen].max())
-            self._numbers[chosen + self.count, :positions] = uniforms(int(seed), counters[chosen, 0], counters[chosen, 1], positions)
+            draws, samples = counters[chosen].T
+            self._numbers[chosen + self.count, :positions] = uniforms(int(seed), draws, samples, positions, starts[chosen])
         self.count += len(pendings)
         self._settings = None
 
