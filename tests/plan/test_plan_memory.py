@@ -55,7 +55,7 @@ def test_every_line_by_its_formula():
         ("actor", "logits"): 50 * 11 * 24,
         ("actor", "copy while saving"): 12 * 1000 // 2,
         ("rollout", "weights"): 4 * 1000,
-        ("rollout", "fused copies"): 3 * 8 * (4 * 5 + 2 * 2 * 5 + 2 * 16) * 4,
+        ("rollout", "fused copies"): (3 * 8 * (2 * 4 * 5 + 2 * 2 * 5 + 3 * 16) + 11 * 8) * 4,
         ("rollout", "KV cache"): 8 * 16 * 2 * 3 * 2 * 5 * 4,
         ("rollout", "sampling"): 7 * 11 * (20 + 4),
         ("rollout", "passes"): (1024 * (4 * 8 + 4 * 5 + 2 * 2 * 5 + 3 * 16) + 2 * 7 * 4 * 16) * 4,
@@ -107,7 +107,7 @@ def test_models_that_sleep_take_memory_of_the_node():
     assert (asleep.role, asleep.bytes, asleep.on_gpu) == ("actor", 12 * 1000, False)
 
 
-def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
+def test_bfloat16_halves_the_rollouts_weights_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
     assert found["actor", "weights"] == 4000
     assert found["actor", "bfloat16 copies"] == 2000
@@ -115,6 +115,11 @@ def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     assert found["actor", "optimizer"] == 8000
     assert found["actor", "activations"] == 50 * 3 * (52 * 20 + 8 * 16)
     assert found["rollout", "weights"] == 2000
+    assert found["rollout", "fused copies"] == (3 * 8 * (2 * 4 * 5 + 2 * 2 * 5 + 3 * 16) + 11 * 8) * 2
+    assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 4  # CPUs keep it in float32; devices do not
+    gpus = inventory(gpus=2, gpu_memory_bytes=2**35)
+    found = lines(build_plan(config(model={"dtype": "bfloat16"}, pools={"main": {"nodes": [2], "gpus": 1}}), gpus, FACTS))
+    assert found["rollout", "fused copies"] == (3 * 8 * (4 * 5 + 2 * 2 * 5 + 2 * 16) + 11 * 8) * 2
     assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -78,6 +78,22 @@ class EngineHealth:
     running: int
     tokens: int
     """Sampled since the engine was made."""
+
+
+class LastingWeights:
+    """Weights for `load_weights` that stay where they are, in memory for reading only, until the engine is given others: it may keep the
+    tensors in place of parameters of its own, and sets `kept` then. Of any other iterator a tensor is only valid until the next is asked
+    for."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.kept = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._weights)
 
 
 class RolloutEngine(Protocol):

@@ -80,8 +80,11 @@ class RolloutWorker(WeightTaker):
         serve = self.config.rollout.serve
         if serve is None:
             self._desk.take(self.engine.abort())
-        elif serve.in_flight == "wait":
-            self._finish_requests(serve.patience)
+        else:
+            # Copied, never kept in shared memory: requests go on while the actor writes the next version there.
+            weights = ((name, weight) for name, weight in weights)
+            if serve.in_flight == "wait":
+                self._finish_requests(serve.patience)
         self._desk.take(self.engine.load_weights(weights, version, in_flight=self._in_flight))
         return self.engine.weight_version
 
@@ -181,9 +184,9 @@ class RolloutWorker(WeightTaker):
         self._begin(requests, self._sampling(temperature, seed))
 
     def _require(self, version: int) -> None:
-        if self.engine.weight_version != version:
-            where = f"{self.context.group} rank {self.context.rank}"
-            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
+        held = -1 if self.overwritten else self.engine.weight_version
+        if held != version:
+            raise StaleWeights(where=f"{self.context.group} rank {self.context.rank}", holds=held, asked=version)
 
     def _begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Give requests of the round to the engine."""

@@ -149,6 +149,23 @@ def test_F04_a_remembered_prompt_is_forgotten_with_its_weights():
     assert largest_gap(new, request, done) < 2e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied"])
+def test_D15_logprobs_are_the_trainers_after_each_of_100_publications(kind):
+    model = make_model(kind)
+    engine = engine_with(model, kind)
+    requests, generator = make_requests(4, samples=3), torch.Generator().manual_seed(0)
+    for version in range(1, 101):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.98).add_(torch.randn(parameter.shape, generator=generator), alpha=0.03)
+        engine.load_weights(model.named_parameters(), version)
+        temperature = (0.7, 1.0, 1.3)[version % 3]
+        done = generate(engine, requests, sampling(temperature=temperature, max_new_tokens=24, seed=version))
+        assert {completion.weight_version for completion in done.values()} == {version}
+        assert largest_gap(model, requests, done, temperature) < 2e-5, f"publication {version}"
+
+
 def test_the_engine_keeps_its_own_copy_of_the_weights():
     model, same = make_model(), make_model()
     engine = engine_with(model)

@@ -307,6 +307,8 @@ def test_F01_a_sleeping_engine_serves_nothing_and_wakes_with_its_own_weights_or_
     with pytest.raises(ValueError, match="are running; drain or abort them"):
         engine.sleep(keep_weights=keep_weights)
     engine.abort()
+    engine.sleep(keep_weights=True)
+    engine.wake()  # and sleeps again without having generated anything
     for _ in range(2):
         engine.sleep(keep_weights=keep_weights)
     engine.add(requests, sampling())

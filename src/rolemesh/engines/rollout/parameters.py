@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from rolemesh.models.copying import copy_into
+from rolemesh.protocols.engine import LastingWeights
+
 
 class ParameterTable:
     """The parameters of a module by name, as `named_parameters()` gives them. A tied parameter may come under each of its names."""
@@ -16,6 +19,8 @@ class ParameterTable:
         self._aliases = {
             name: parameter for name, parameter in module.named_parameters(remove_duplicate=False) if name not in self._parameters
         }
+        self._foreign: set[str] = set()
+        """Parameters that lie in memory for reading only."""
 
     def drop(self) -> None:
         """Free the memory; `restore` takes it again."""
@@ -27,11 +32,13 @@ class ParameterTable:
         """Memory for all parameters, with anything in it: they have to be loaded."""
         for name, parameter in self._parameters.items():
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=device)
+        self._foreign.clear()
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `weights` in. Raises ValueError for an unknown, doubled or missing name, a wrong shape, or two values of a tied one;
-        parameters before the faulty one are then already overwritten, so the caller must not serve."""
+        """Copy `weights` in; those that last, have a parameter's format and are where it is become the parameter. Raises ValueError for an
+        unknown, doubled or missing name, a wrong shape, or two values of a tied one; parameters before the faulty one are then already
+        overwritten, so the caller must not serve."""
         seen: set[str] = set()
         tied: list[tuple[str, torch.Tensor]] = []
         for name, value in weights:
@@ -41,8 +48,11 @@ class ParameterTable:
             seen.add(name)
             if name in self._aliases:
                 tied.append((name, value.clone()))  # valid only until the next is asked for
+            elif isinstance(weights, LastingWeights) and (value.dtype, value.device) == (target.dtype, target.device):
+                target.data, weights.kept = value, True
+                self._foreign.add(name)
             else:
-                target.copy_(value)
+                self._copy(name, target, value)
         missing = [name for name in self._parameters if name not in seen]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -50,6 +60,12 @@ class ParameterTable:
         for name, value in tied:
             if not torch.equal(self._aliases[name], value.to(self._aliases[name])):
                 raise ValueError(f"parameter {name!r} is tied in this model but came with other values than the one it is tied to")
+
+    def _copy(self, name: str, target: nn.Parameter, value: torch.Tensor) -> None:
+        if name in self._foreign:
+            target.data = torch.empty_like(target)
+            self._foreign.remove(name)
+        copy_into(target, value)
 
     def _target(self, name: str, value: torch.Tensor) -> nn.Parameter:
         target = self._parameters.get(name)
