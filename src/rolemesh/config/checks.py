@@ -37,7 +37,7 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     the form of those names is checked.
     """
     problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
-    problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config)]
+    problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config), *_serve(config)]
     if training:
         problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
     return problems
@@ -65,6 +65,13 @@ def _cluster(config: Config) -> Iterator[Problem]:
     if config.cluster.detached and config.backend == "local":
         remedy = "Set backend=ray, or leave cluster.detached out"
         yield Problem(subject="cluster.detached", need="needs worker processes", free="backend=local", remedy=remedy)
+
+
+def _serve(config: Config) -> Iterator[Problem]:
+    serve, call = config.rollout.serve, config.deadlines.call
+    if serve is not None and serve.in_flight == "wait" and serve.patience >= call:
+        need = f"must be below deadlines.call, within which the weights have to be taken ({call:g})"
+        yield Problem(subject="rollout.serve.patience", need=need, free=f"{serve.patience:g}", remedy="Lower it, or raise deadlines.call")
 
 
 def _names(config: Config) -> Iterator[Problem]:

@@ -132,7 +132,7 @@ class RolloutWorker(WeightTaker):
     def go_on(self, seconds: float) -> bool:
         """Work on requests from outside for so long, or until none is left; rows of a round that are in the engine go on with them.
         False when there are no weights to do so."""
-        if self._intake is not None or self.engine.weight_version < 0:
+        if self._intake is not None or self.overwritten or self.engine.weight_version < 0:
             return False
         ends = time.monotonic() + seconds
         with self._nothing_left_behind():
@@ -203,14 +203,14 @@ class RolloutWorker(WeightTaker):
         return done
 
     def _step(self) -> None:
-        """One of the engine. Requests from outside join and are told of; what ends of the round goes to `_take`."""
+        """One of the engine. Requests from outside join and are told of; what ends of the round goes to `_collect`."""
         self._desk.admit(self.engine)
         done = self._desk.take(self.engine.step())
         self._desk.show(self.engine)
         self._rows.difference_update(completion.id for completion in done)
-        self._take(done)
+        self._collect(done)
 
-    def _take(self, completions: Sequence[Completion]) -> None:
+    def _collect(self, completions: Sequence[Completion]) -> None:
         """These requests of the round have ended."""
         self._ended += completions
 

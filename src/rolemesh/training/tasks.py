@@ -82,7 +82,7 @@ def run_serving(config: Config, display: Display) -> None:
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"serve": serve})})
     inventory = own_inventory(config)
     checked = check(config, inventory, roles=[ROLLOUT])
-    with run_directory(config) as directory:
+    with run_directory(config.model_copy(update={"name": f"{config.name}-serve"})) as directory:  # whoever asks for the run means the other
         backend = backend_for(config, inventory, directory.name)
 
         async def main() -> None:
