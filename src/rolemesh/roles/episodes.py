@@ -151,7 +151,7 @@ class EpisodeWorker(RolloutWorker):
         if requests:
             self._begin(requests, self._settings)
 
-    def _take(self, completions: Sequence[Completion]) -> None:
+    def _collect(self, completions: Sequence[Completion]) -> None:
         if completions:
             self._loop.give(completions)
 
