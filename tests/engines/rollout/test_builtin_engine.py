@@ -55,8 +55,11 @@ def test_D15_logprobs_are_the_trainers_generic_path(kind, deterministic, caplog)
     assert largest_gap(model, requests, done, 0.6) < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_tied"])
-def test_bfloat16_stays_near_its_own_forward(kind):
+@pytest.mark.parametrize("instructions", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied"])
+def test_bfloat16_stays_near_its_own_forward(kind, instructions, monkeypatch):
+    if not instructions:  # of the CPU, for bfloat16
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     model = make_model(kind).bfloat16()
     engine = BuiltinEngine(make_model(kind, seed=99).bfloat16(), slots=4, **LIMITS)
     assert isinstance(engine._runner, FastRunner)
