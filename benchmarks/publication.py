@@ -13,8 +13,8 @@ copy by weight  the same in one call a matrix, as weights lie in a model
 
 Publisher, actor, rollout worker and the engine's way of taking weights over are the real ones in real processes, each on one thread;
 only the model is a list of float32 matrices. Figures are `copy time / route time`; the aim is 0.6 for 500 MB, by process and by shared
-memory. In copies of hundreds of megabytes the system's memory copy may write past the caches, which takes a third less time than one of a
-matrix. Prints one JSON line last.
+memory. The copy is one block of hundreds of megabytes, which the system writes past the caches, as workers write a matrix; by itself it may
+not do that with a matrix, which `copy by weight` shows. Prints one JSON line last.
 """
 
 from __future__ import annotations

@@ -132,6 +132,12 @@ class Probed(RolloutWorker):
         return held
 
     @register(dispatch="all")
+    def started_with(self, name: str) -> list[str]:
+        """Of the environment that this process was started with."""
+        variables = Path("/proc/self/environ").read_text().split("\0")
+        return [variable for variable in variables if variable.startswith(f"{name}=")]
+
+    @register(dispatch="all")
     def keeps(self) -> bool:
         """Whether the engine's weights are those in the node's shared memory."""
         return self._shared is not None and self._shared.kept and not self.overwritten
@@ -261,6 +267,8 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         await phases.publish(run)
         await check_equal(run)
         assert shared_files(run.directory) == [f"rolemesh-{key_of(run.directory.name)}-weights"]
+        tuned = ["GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000"]
+        assert await rollout.started_with("GLIBC_TUNABLES") == [tuned, tuned]
 
         # One dies in the middle: the others get the weights anew, and it is back with them before it answers again.
         await moved(run)
