@@ -160,6 +160,13 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             free=str(config.roles[ACTOR].tensor_parallel),
             remedy="Set roles.actor.tensor_parallel=1; trainer.sharding=fsdp divides the model too",
         )
+    if config.model.lora is None and config.trainer.publish == "adapter":
+        yield Problem(
+            subject="trainer.publish",
+            need="must be merged without model.lora: there is no adapter",
+            free=repr(config.trainer.publish),
+            remedy="Set trainer.publish=merged, or train an adapter: model.lora.rank=16",
+        )
 
 
 def _critic(config: Config) -> Iterator[Problem]:

@@ -168,7 +168,7 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "builtin"
-    """Inference engine by name, or an own one by import path."""
+    """Inference engine by name (`builtin`, or `vllm` where it is installed), or an own one by import path."""
     temperature: NotNegativeFloat = 1.0
     """Sampling temperature; above 0 for training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -290,7 +290,12 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = False
     """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
     bucket_mib: Positive = 64
-    """MiB of a bucket in which weights are published to other processes; a node's shared memory holds two."""
+    """MiB of a bucket in which weights are published to other processes: it is checked as a whole, and read while the next is written."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What rollout workers in other processes get of a model with `model.lora`: merged weights; or, after the first time, the adapter
+    alone, which they merge themselves: far less to send, but each of them keeps the model's own weights in float32 as well."""
+    verify_weights: Literal["sample", "full"] = "sample"
+    """What the checksum of a bucket covers: one word of each 4 KiB, which shows what was not written; or every one."""
     offload: bool = False
     """Models under training are moved to host memory while other roles use their devices, and back when it is their turn."""
     learning_rate: NotNegativeFloat = 1e-6

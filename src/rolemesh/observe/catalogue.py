@@ -155,6 +155,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ),
     ("rollout/logprob_gap_max", "nat", "actor", "largest gap of a token's log-probability between engine and trainer with equal weights"),
     ("weights/version", "count", "loop", "version of the policy at the end of the step; the answers of a row of samples name their own"),
+    ("weights/bytes", "bytes", "actor", "bytes that were packed to publish weights to other processes, once for all that read the same"),
     ("samples/drawn", "samples", "loop", "answers that were asked for"),
     ("samples/trained", "samples", "loop", "answers with a weight above 0 in the loss"),
     ("samples/skipped", "samples", "loop", "answers of a step that was skipped because no group had any spread"),

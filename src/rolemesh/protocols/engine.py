@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -83,6 +83,22 @@ class EngineHealth:
     """Sampled since the engine was made."""
 
 
+class LastingWeights:
+    """Weights for `load_weights` that stay where they are, in memory for reading only, until the engine is given others: it may keep the
+    tensors in place of parameters of its own, and sets `kept` then. Of any other iterator a tensor is only valid until the next is asked
+    for."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.kept = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._weights)
+
+
 class RolloutEngine(Protocol):
     """Token ids in, token ids out. Not thread safe: one thread drives it."""
 
@@ -93,6 +109,12 @@ class RolloutEngine(Protocol):
     """`after_temperature`, or the engine is refused when it is made: training compares them with its own."""
     in_flight: frozenset[InFlight]
     """What `load_weights` can do with running sequences."""
+    filters: bool
+    """Whether top-k and top-p are served, with log-probabilities over all tokens all the same; else `add` refuses them."""
+    sleeps: bool
+    """Whether `sleep` gives memory back; else it raises NotImplementedError."""
+    needs_contents: bool
+    """Whether the model that the engine is made with must hold numbers; else config, names and shapes are enough (`meta` device)."""
 
     @property
     def weight_version(self) -> int:
@@ -145,7 +167,7 @@ class RolloutEngine(Protocol):
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give memory back: keys and values, and the weights, which are kept in host memory or dropped. Version -1 from now on.
-        Raises ValueError while sequences run. Idempotent."""
+        Raises ValueError while sequences run, and NotImplementedError as `sleeps` says. Idempotent."""
         ...
 
     def wake(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config
-from rolemesh.engines.rollout import create_engine
+from rolemesh.engines.rollout import create_engine, needs_contents
 from rolemesh.errors import ConfigError, StaleWeights
 from rolemesh.models import load_model, load_tokenizer, stop_token_ids
 from rolemesh.protocols.engine import Completion, EngineHealth, InFlight, Request, RolloutEngine, Sampling
@@ -54,9 +54,10 @@ class RolloutWorker(WeightTaker):
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
         self.stop = stop_token_ids(self.tokenizer, config.model)
+        name = config.rollout.engine
         self.engine = create_engine(
-            config.rollout.engine,
-            load_model(config.model, seed=config.seed, device=self.context.device),
+            name,
+            load_model(config.model, seed=config.seed, device=self.context.device if needs_contents(name) else "meta"),
             slots=config.rollout.slots,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.data.max_response_tokens,
@@ -80,8 +81,11 @@ class RolloutWorker(WeightTaker):
         serve = self.config.rollout.serve
         if serve is None:
             self._desk.take(self.engine.abort())
-        elif serve.in_flight == "wait":
-            self._finish_requests(serve.patience)
+        else:
+            # Copied, never kept in shared memory: requests go on while the actor writes the next version there.
+            weights = ((name, weight) for name, weight in weights)
+            if serve.in_flight == "wait":
+                self._finish_requests(serve.patience)
         self._desk.take(self.engine.load_weights(weights, version, in_flight=self._in_flight))
         return self.engine.weight_version
 
@@ -181,9 +185,9 @@ class RolloutWorker(WeightTaker):
         self._begin(requests, self._sampling(temperature, seed))
 
     def _require(self, version: int) -> None:
-        if self.engine.weight_version != version:
-            where = f"{self.context.group} rank {self.context.rank}"
-            raise StaleWeights(where=where, holds=self.engine.weight_version, asked=version)
+        held = -1 if self.overwritten else self.engine.weight_version
+        if held != version:
+            raise StaleWeights(where=f"{self.context.group} rank {self.context.rank}", holds=held, asked=version)
 
     def _begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Give requests of the round to the engine."""

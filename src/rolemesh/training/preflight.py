@@ -113,7 +113,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     if tokenizer is not None and REWARD in site.config.roles:
         for number in config.reward_models:
             _collect(problems, partial(_check_reward_model, config, number, tokenizer))
-    _collect(problems, lambda: check_engine(config.rollout.engine))
+    filtered = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    _collect(problems, lambda: check_engine(config.rollout.engine, deterministic=config.deterministic, filtered=filtered))
     if (environment := config.environment) is not None:
         _collect(problems, lambda: check_environment_section(environment, tokenizer, chat=config.data.chat))
     for role in config.roles:

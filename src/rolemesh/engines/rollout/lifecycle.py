@@ -26,6 +26,9 @@ class Lifecycle(ABC):
     sampling_kind: Literal["counter", "seeded"] = "counter"
     logprobs_kind: LogprobsKind = "after_temperature"
     in_flight: frozenset[InFlight] = frozenset({"refuse", "resume", "abort"})
+    filters: bool = True
+    sleeps: bool = True
+    needs_contents: bool = True
 
     def __init__(self) -> None:
         self._version = -1

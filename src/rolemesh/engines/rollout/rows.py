@@ -153,7 +153,7 @@ class RowTable:
             token_ids=self._tokens[row, :length].tolist(),
             logprobs=self._logprobs[row, :length].tolist(),
             finish_reason=reason or ("stop" if stopped else "length"),
-            spans=_spans(self._versions[row, :length]) if length else (WeightSpan(version, 0, 0),),
+            spans=spans_of(self._versions[row, :length]) if length else (WeightSpan(version, 0, 0),),
         )
 
     def remove(self, rows: Rows) -> tuple[Rows, Rows]:
@@ -169,8 +169,8 @@ class RowTable:
         return to, source
 
 
-def _spans(versions: npt.NDArray[np.int64]) -> tuple[WeightSpan, ...]:
-    """Runs of equal versions; a row has at least one token."""
+def spans_of(versions: npt.NDArray[np.int64]) -> tuple[WeightSpan, ...]:
+    """Runs of equal versions of an answer's tokens, of which there is at least one."""
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
     stops = [*starts[1:], len(versions)]
     return tuple(WeightSpan(int(versions[start]), start, stop) for start, stop in zip(starts, stops, strict=True))
