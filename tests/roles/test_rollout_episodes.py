@@ -17,6 +17,8 @@ from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.errors import RolemeshError, StaleWeights
 from rolemesh.models import load_model, load_tokenizer
 from rolemesh.observe import Metrics
+from rolemesh.protocols.engine import Request, Sampling
+from rolemesh.protocols.requests import FIRST_DRAW, Ask
 from rolemesh.roles import worker_class
 from rolemesh.roles.episodes import WRITES, EpisodeWorker
 from rolemesh.runtime import WorkerContext
@@ -146,6 +148,25 @@ def test_what_the_model_did_not_write_is_in_no_loss(played):
     assert all(torch.equal(expected[name], other[name]) for name in expected)
     unmasked = gradients(data.drop(["response_mask"]))
     assert not all(torch.allclose(expected[name], unmasked[name], rtol=0.01) for name in expected)
+
+
+def test_requests_from_outside_are_answered_while_all_episodes_wait(played):
+    made = worker(latency=1.0)
+    sampling = Sampling(temperature=0.0, max_new_tokens=3, stop_token_ids=(), seed=0)
+    ask = Ask((Request(id=(FIRST_DRAW, 0), prompt_ids=[1, 40]),), sampling)
+    seen = []
+    try:
+        made.take_on(prompts(), round="a", **SETTINGS)
+        assert made.talk(("somebody", [ask], ())) == []
+        while not seen:  # before the first episode can have ended
+            made.go_on(0.05)
+            seen = made.talk(("somebody", (), ()))
+        assert content(made.hand_in(round="a", at_least=len(played))) == content(played)
+        seen += made.talk(("somebody", (), ()))
+        assert sum(len(news.token_ids) for news in seen) == 3
+        assert [news.finish_reason for news in seen][-1] == "length"
+    finally:
+        made.close()
 
 
 def test_in_a_chat_the_template_stands_between_turns(tmp_path):

@@ -156,9 +156,10 @@ class VllmEngine(Lifecycle):
             raise ValueError(f"vLLM's temperature is 0 (greedy) or at least {_COOLEST}, got {sampling.temperature}")
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
-            limit = min(sampling.max_new_tokens, self._context - len(prompt))
+            limit = min(sampling.max_new_tokens, self._max_response - request.start, self._context - len(prompt))
             counter = request.counter or request.id
-            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, counter=counter))
+            pending = Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, counter=counter, start=request.start)
+            self._queue.append(pending)
 
     def _begin(self, pending: Pending) -> None:
         sequence = _Sequence(key=str(next(self._keys)), pending=pending)
@@ -167,7 +168,7 @@ class VllmEngine(Lifecycle):
             temperature=sampling.temperature,
             max_tokens=pending.limit,
             stop_token_ids=list(sampling.stop_token_ids),
-            seed=_seed(sampling.seed, pending.counter),
+            seed=_seed(sampling.seed, pending.counter, pending.start),
         )
         self._vllm.add_request(sequence.key, self._prompt(list(pending.prompt), cache_salt=str(self._salt)), parameters)
         self._sequences[sequence.key] = sequence
@@ -226,9 +227,9 @@ class VllmEngine(Lifecycle):
         ]
 
 
-def _seed(seed: int, counter: tuple[int, int]) -> int:
-    """Random numbers of its own for each request, 63 bits."""
-    return int.from_bytes(hashlib.blake2b(struct.pack("<QQI", seed, *counter), digest_size=8).digest(), "little") >> 1
+def _seed(seed: int, counter: tuple[int, int], start: int) -> int:
+    """Random numbers of its own for each request, and each turn of an answer, 63 bits."""
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QQII", seed, *counter, start), digest_size=8).digest(), "little") >> 1
 
 
 def _make_vllm(model: Any, *, slots: int, longest: int, device: torch.device) -> LLMEngine:
