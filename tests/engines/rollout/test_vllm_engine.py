@@ -93,7 +93,7 @@ def test_D15_logprobs_are_the_trainers_after_every_publication(kind, tied, publi
 
 def test_a_publication_that_breaks_anywhere_is_refused_and_a_whole_one_heals():
     engine, model = loaded(version=4)
-    outlet = Outlet(bucket_bytes=20_000, path="", leads=True)
+    outlet = Outlet(bucket_bytes=20_000, path="", leads=True, full=True)
     requests = make_requests(2)
     _, buckets = publish(engine, outlet, model, 5)
     for damage in range(buckets):  # some are in the midst of a layer
