@@ -108,6 +108,11 @@ def _code(config: Config, builtins: Mapping[str, Collection[str]]) -> Iterator[P
     """Names of built-ins and import paths of user code. Nothing is imported here."""
     yield from _named("algorithm.name", config.algorithm.name, builtins.get("algorithm.name"))
     yield from _named("rollout.engine", config.rollout.engine, builtins.get("rollout.engine"))
+    if config.environment is not None:
+        yield from _named("environment.name", config.environment.name, builtins.get("environment.name"))
+        yield from _named("environment.parser", config.environment.parser, builtins.get("environment.parser"))
+        for index, tool in enumerate(config.environment.tools):
+            yield from _named(f"environment.tools.{index}", tool, builtins.get("environment.tools"))
     for index, reward in enumerate(config.reward):
         if reward.model is None:
             yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))

@@ -67,6 +67,8 @@ def worker_class(role: str, config: Config) -> type[Worker]:
 
 
 def _built_in(role: str, config: Config) -> str:
+    if role == names.ROLLOUT and config.environment is not None:
+        return "rolemesh.roles.episodes:EpisodeWorker"
     if role == names.REWARD and config.reward_models:
         return "rolemesh.roles.reward_model:ModelRewardWorker"
     if role == names.REF and config.ref_is_actor:

@@ -46,7 +46,7 @@ class WeightTaker(Worker):
         if number is None:
             return self._read_actor(version) if manifest is None else self._read_shared(manifest)
         if manifest is not None:
-            self._intake = Intake(manifest, partial(self._take, manifest), waiter=self._name, deadline=self.config.deadlines.call)
+            self._intake = Intake(manifest, partial(self._take_content, manifest), waiter=self._name, deadline=self.config.deadlines.call)
         intake = self._intake
         if intake is None or intake.version != version:
             under_way = "none" if intake is None else f"version {intake.version}"
@@ -61,7 +61,7 @@ class WeightTaker(Worker):
     def _name(self) -> str:
         return f"{self.context.group} rank {self.context.rank}"
 
-    def _take(self, manifest: WeightManifest, weights: Weights) -> int:
+    def _take_content(self, manifest: WeightManifest, weights: Weights) -> int:
         if manifest.content != "merged":
             self._merge = self._merge or AdapterMerge(self.config.model)
             weights = self._merge(weights)
@@ -84,4 +84,4 @@ class WeightTaker(Worker):
         if self._file is None or self._file.path != manifest.shared or not self._file.is_current:
             self._file = SharedFile.open(manifest.shared)
         self._shared = SharedWeights(self._file, manifest, waiter=self._name, deadline=self.config.deadlines.call)
-        return self._take(manifest, self._shared)
+        return self._take_content(manifest, self._shared)
