@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rolemesh.config import Config, ModelFacts
-from rolemesh.plan import Inventory, NodeInfo, build_plan
+from rolemesh.plan import Inventory, NodeInfo, build_plan, parse_nodes
 from rolemesh.plan.memory import (
     CONTEXT_BYTES,
     GPU_PROCESS_BYTES,
@@ -62,6 +62,27 @@ def test_every_line_by_its_formula():
     }
     assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES, ("reward", "scoring processes"): (120 + 40) * 2**20}
     assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward")]  # nothing is published
+
+
+def test_rollout_workers_on_vllm_have_lines_of_their_own():
+    fit = replace(FACTS, head_dim=32)
+    plan = build_plan(config(rollout={"slots": 7, "engine": "vllm"}), inventory(), fit)
+    found = {what: count for (role, what), count in lines(plan).items() if role == "rollout"}
+    assert found == {
+        "libraries": 350 * 2**20,
+        "weights": 4 * 1000,
+        "KV cache": (7 * 1 + 1) * 32 * 2 * 3 * 2 * 32 * 4,  # ten tokens need one block of 32, and one block is vLLM's own
+        "sampling": 7 * 11 * (20 + 4),
+        "passes": 4096 * (4 * 8 + (4 + 2 * 2) * 32 + 3 * 16) * 4,
+        "packed head": 11 * 8 * 4,
+    }
+    assert plan.problems == ()
+    (problem,) = build_plan(config(rollout={"engine": "vllm"}), inventory(), FACTS).problems
+    assert (problem.subject, problem.free) == ("rollout.engine", "5 in tiny")
+    devices = {"main": {"nodes": [2], "gpus": 1}}
+    on_gpus = build_plan(config(rollout={"engine": "vllm"}, pools=devices), parse_nodes("1x2:8c"), FACTS)
+    assert on_gpus.problems == (), "other sizes of a head are no matter there"
+    assert ("rollout", "packed head") not in lines(on_gpus)
 
 
 def test_critic_and_reference_have_formats_of_their_own():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rollout_models import FAST, GENERIC, VOCABULARY, drain, forward_logprobs, generate, make_model, make_requests, sampling
 
+from rolemesh.engines.rollout import fast
 from rolemesh.engines.rollout.builtin import BuiltinEngine
 from rolemesh.engines.rollout.fast import FastRunner, why_not_fast
 from rolemesh.protocols.engine import Request
@@ -138,6 +139,16 @@ def test_equal_prompts_are_prefilled_once(deterministic, monkeypatch):
     requests = make_requests(3, samples=6)  # more answers a prompt than slots: admitted in several rounds
     done = generate(engine, requests, sampling())
     assert len(seen) == 3
+    assert largest_gap(model, requests, done) < 2e-5
+
+
+def test_equal_prompts_apart_from_each_other_are_served_whatever_else_is_prefilled(monkeypatch):
+    monkeypatch.setattr(fast, "_PREFILL_TOKENS", 6)  # passes of two prompts
+    model = make_model()
+    a, b, c = [5, 6, 7], [8, 9, 10], [11, 12, 13]
+    requests = [Request(id=(draw, 0), prompt_ids=prompt) for draw, prompt in enumerate([a, b, a, c, a])]
+    done = generate(engine_with(model), requests, sampling())
+    assert len(done) == 5
     assert largest_gap(model, requests, done) < 2e-5
 
 

@@ -114,6 +114,14 @@ class TrainEngine(Replica):
         merged = self._merged(self._whole, lambda inside, product: product)
         return ((name, weight) for name, _, weight in merged)
 
+    def empty_parts(self, *, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names, shapes and formats of `parts`, without contents."""
+        return ((name, form) for name, form in named_weights(self._skeleton) if not adapter_only or is_adapter(name))
+
+    def parts(self, *, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """`named_weights`, the model's own and those of its adapter apart; or the latter alone. Collective where weights are split."""
+        return ((name, self._whole(name)) for name, _ in self.empty_parts(adapter_only=adapter_only))
+
     def _merged(self, weight: Callable[[str], Tensor], cut: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, str, Tensor]]:
         names = [name for name, _ in self.empty_weights()]
         return merged_weights(self._skeleton, names, weight=weight, whole=self._whole, cut=cut)

@@ -39,6 +39,11 @@ CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 UNDISTURBED = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_process_group_cleanup_enabled": "false"}
 """Ray kills the direct children of a worker at once, also those that remove its shared memory. The janitor does it after a moment."""
 
+TUNABLES = "GLIBC_TUNABLES"
+LARGE_COPIES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+"""Copies of 1 MiB or more write past the caches, which takes a third less time: the target is not read first. The C library reads this as
+a process starts; by itself it begins at 3/4 of the last cache, which where few processors see a large one is more than any weight."""
+
 
 class RayCluster:
     """`address` is None for a cluster of this run alone, on this machine. `time_to_live` is how many seconds the run's processes may live
@@ -75,7 +80,7 @@ class RayCluster:
             enable_token_auth_by_default()
             ensure_token_if_auth_enabled()
             address = address or self._start_head(self._janitor.folder)
-        env = UNDISTURBED | {RUN: self.run}
+        env = UNDISTURBED | {RUN: self.run, TUNABLES: os.environ.get(TUNABLES, LARGE_COPIES)}
         if self._pythonpath:
             env["PYTHONPATH"] = os.pathsep.join(self._pythonpath)
         join(address, runtime_env={"env_vars": env})
