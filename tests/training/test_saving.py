@@ -33,6 +33,13 @@ from rolemesh.training.launch import Loop, run_training
 from rolemesh.training.run import TrainingRun
 
 FEW = ("sft=null", "trainer.save_every=1", "trainer.keep_checkpoints=1")
+ADAPTER = (
+    "model.lora.rank=4",
+    "roles={actor: {}, rollout: {}, reward: {}, ref: {}}",
+    "algorithm.kl_coefficient=0.1",
+    "sft={steps: 2, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
+)
+"""With a reference that a warm start leaves, so that a checkpoint has two adapters."""
 MOVING = ("reward=[{name: 'test_loop:varied'}]", "trainer.learning_rate=0.01", "trainer.warmup_steps=0")
 
 
@@ -260,10 +267,10 @@ def test_G02_G03_thirty_kills_in_the_middle_of_saves_always_leave_the_newest_one
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("at", [1, 3])
-def test_G05_G10_a_killed_run_goes_on_to_the_state_of_one_that_nobody_killed(tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize(("at", "model"), [(1, ()), (3, ()), (2, ADAPTER)])
+def test_G05_G10_a_killed_run_goes_on_to_the_state_of_one_that_nobody_killed(tmp_path: Path, at: int, model: tuple[str, ...]) -> None:
     """Over the end of an epoch; the kill falls anywhere into the step after `at`, or into its save."""
-    few = (*MOVING, "data.size=14", "trainer.save_samples_every=1", "trainer.steps=5", "trainer.keep_checkpoints=9")
+    few = (*MOVING, *model, "data.size=14", "trainer.save_samples_every=1", "trainer.steps=5", "trainer.keep_checkpoints=9")
     whole, _ = train(tmp_path / "whole", *few)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=train, args=(tmp_path / "cut", *few), daemon=True)

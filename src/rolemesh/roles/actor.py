@@ -14,6 +14,7 @@ from torch import nn
 
 from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch
+from rolemesh.config.model_files import BUILTIN_MODELS, model_files
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.engines.train.tensor_file import TensorFile
@@ -66,7 +67,8 @@ class ActorWorker(TrainedWorker):
         opened = open_weights(chosen) if reads_parts(self.config, self.context) else None
         model, weights = opened if opened is not None else (load_model(chosen, seed=seed), None)
         if chosen.lora is not None:
-            add_adapter(model, chosen.lora, seed=seed, base=chosen.path)
+            base = chosen.path if chosen.path in BUILTIN_MODELS else str(model_files(chosen.path).main.absolute())
+            add_adapter(model, chosen.lora, seed=seed, base=base)
             weights = None if weights is None else adapted_names(model, weights)
         return model, weights
 

@@ -28,6 +28,8 @@ STATE: Final = "state.json"
 FORMAT: Final = 3
 MODEL: Final = "model"
 """The folder of the policy, which transformers loads."""
+ADAPTER: Final = "adapter"
+"""The folder of an adapter, which peft loads."""
 _NAME: Final = re.compile(r"step-\d+")
 _PARTIAL: Final = ".partial"
 

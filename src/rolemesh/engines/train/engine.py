@@ -111,18 +111,23 @@ class TrainEngine(Replica):
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`named_weights` of a model without adapter that computes the same, as `empty_weights` names them. Collective where weights are
         split."""
-        merged = self._merged(self._whole, lambda inside, product: product)
-        return ((name, weight) for name, _, weight in merged)
+        merged = merged_weights(self._skeleton, self._names, weight=self._whole, whole=self._whole)
+        return ((name, merge()) for name, _, merge in merged)
 
-    def _merged(self, weight: Callable[[str], Tensor], cut: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-        names = [name for name, _ in self.empty_weights()]
-        return merged_weights(self._skeleton, names, weight=weight, whole=self._whole, cut=cut)
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.empty_weights()]
 
     def _weights_file(self) -> TensorFile:
-        """Merged. Collective where weights are split."""
+        """Each weight is merged when it is copied or written. Collective where weights are split."""
         placed = self._up
-        merged = self._merged(placed.tensors.__getitem__, lambda inside, product: product[placed.parts[inside].index])
-        return placed.file({name: (inside, weight) for name, inside, weight in merged})
+
+        def cut(inside: str, product: Tensor) -> Tensor:
+            return product[placed.parts[inside].index]
+
+        merged = list(merged_weights(self._skeleton, self._names, weight=placed.tensors.__getitem__, whole=self._whole, cut=cut))
+        own = {name: (inside, placed.tensors[inside]) for name, inside, _ in merged}
+        return placed.file(own, {name: merge for name, _, merge in merged})
 
     def adapter_file(self) -> TensorFile:
         """The adapter alone, as peft names its weights; see `files`."""
