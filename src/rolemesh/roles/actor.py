@@ -79,8 +79,8 @@ class ActorWorker(TrainedWorker):
         """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
 
         Before the first weight change, in the first mini-batch that has a token to train, `policy/ratio_first_minibatch_max_deviation`
-        is the largest |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and
-        engine. Returns the optimizer steps done so far.
+        is the largest |ratio - 1|, `policy/ratio_first_minibatch_mean_deviation` its mean, and `rollout/logprob_gap_max` the largest
+        difference between the log-probabilities of trainer and engine. Returns the optimizer steps done so far.
         """
         before = self.engine.step
         for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
@@ -95,7 +95,9 @@ class ActorWorker(TrainedWorker):
         if compare and kept.any():
             gap = (tokens.logprobs.detach() - tokens.old_logprobs)[kept]
             metrics.max("rollout/logprob_gap_max", gap.abs().max())
-            metrics.max("policy/ratio_first_minibatch_max_deviation", (gap.exp() - 1).abs().max())
+            off = gap.expm1().abs()
+            metrics.max("policy/ratio_first_minibatch_max_deviation", off.max())
+            metrics.mean("policy/ratio_first_minibatch_mean_deviation", off.mean(), weight=len(off))
         return self.algorithm.loss(tokens, metrics, terms)
 
     @register(dispatch=BY_MINIBATCH, reads=actor_reads)
