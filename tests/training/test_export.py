@@ -92,6 +92,12 @@ def test_exports_that_would_go_wrong_are_refused_before_anything_is_written(
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mine.txt").write_text("dear")
     assert "other files" in refused(run.path, "--to", tmp_path / "letters", "--force")
+    shutil.rmtree(tmp_path / "letters")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "config.json").write_text('{"compilerOptions": {}}')
+    assert "other files" in refused(run.path, "--to", tmp_path / "letters", "--force"), "of another program"
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refused(run.path, "--to", tmp_path / "file" / "below")
     assert "among the checkpoints" in refused(run.path, "--to", run.checkpoint(2) / "model", "--force")
     assert "complete are: step-1, step-2" in refused(run.path, "--to", tmp_path / "new", "--step", 7)
     assert "float32, bfloat16" in refused(run.path, "--to", tmp_path / "new", "--dtype", "int8")
@@ -102,6 +108,23 @@ def test_exports_that_would_go_wrong_are_refused_before_anything_is_written(
     (old / "state.json").write_text(json.dumps(state | {"format": 2}))
     assert "must be of format 3; found format 2" in refused(old, "--to", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_an_export_through_a_symlink_goes_where_it_leads_and_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "made")
+    checkpoint_of(run, load_model(ModelConfig(), seed=0))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for force in (False, True):
+        planned = export.plan_export(str(run.path), tmp_path / "link", runs_dir=tmp_path, force=force)
+        export.run_export(planned, lambda text: None)
+        assert (tmp_path / "link").is_symlink()
+        assert torch.equal(logits(tmp_path / "disk"), logits(run.checkpoint(1) / "model"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "runs"]
+    planned = export.plan_export(str(run.path), tmp_path / "late", runs_dir=tmp_path)
+    checkpoint.remove(run.checkpoint(1))
+    with pytest.raises(RolemeshError, match=r"step-1 is gone: its run has removed it meanwhile"):
+        export.run_export(planned, lambda text: None)
 
 
 def test_G14_an_export_that_is_not_the_same_leaves_what_was_there(

@@ -35,6 +35,8 @@ NAME: Final = "default"
 """Of the adapter, as peft calls the only one."""
 BASE: Final = "base_layer"
 """Under which an adapted layer keeps its own weights."""
+ROUNDING: Final = 1e-5
+"""Of the largest weight: another device or number of threads may sum up a product in another order."""
 
 
 def check_lora(model: ModelConfig) -> None:
@@ -137,6 +139,19 @@ def merged_weights(
 def _merge(layer: LoraLayer, weight: Tensor, b: Tensor, a: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
     product = b.float() @ a.float()
     return weight + cut((product.T if layer.fan_in_fan_out else product) * layer.scaling[NAME])
+
+
+def other_weights(merged: Iterable[tuple[str, str, Callable[[], Tensor]]], stored: Callable[[str, str], Tensor | None]) -> Iterator[str]:
+    """Names of weights that `merged_weights` makes otherwise than they were saved, by more than rounding: the model below the adapter is
+    another one then. `stored` gives what was saved by both names, None of what was not."""
+    for name, inside, merge in merged:
+        found, expected = stored(name, inside), merge().cpu()
+        if found is None or found.shape != expected.shape or _apart(found, expected):
+            yield name
+
+
+def _apart(found: Tensor, expected: Tensor) -> bool:
+    return bool(found.numel()) and bool((found - expected).abs().max() > ROUNDING * expected.abs().max())
 
 
 def saved_name(name: str) -> str:

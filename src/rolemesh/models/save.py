@@ -33,8 +33,9 @@ def save_folder(folder: Path, write: Callable[[Path], None], *, check: Callable[
     """Have `write` fill `folder`, replacing what is there.
 
     Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half of it. `check` looks at
-    what was written, and raises to leave everything as it was.
+    what was written, and raises to leave everything as it was. A symlink stays one, to what it leads to now.
     """
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)

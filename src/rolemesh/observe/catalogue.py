@@ -78,7 +78,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
         "policy/ratio_first_minibatch_max_deviation",
         "ratio",
         "actor",
-        "the same over the first mini-batch of the step, where trainer and engine hold the same weights: rounding, much of it for few tokens",
+        "the same over the first mini-batch of the step, where trainer and engine hold the same weights: rounding, much for few tokens",
     ),
     (
         "policy/ratio_first_minibatch_mean_deviation",

@@ -152,6 +152,13 @@ class ActorWorker(TrainedWorker):
     def restored_file(self) -> str:
         return self.adapter_file if self.config.model.lora is not None else self.weights_file
 
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str, saved: dict[str, Any]) -> None:
+        """See `TrainedWorker`; raises ValueError too when an adapter is restored on another model than it was trained on."""
+        super().restore(folder, saved)
+        if self.config.model.lora is not None:
+            self.engine.check_below_adapter(Path(folder) / self.weights_file)
+
     def files(self) -> dict[str, TensorFile]:
         """With an adapter also that; the weights are merged then."""
         adapter = {} if self.config.model.lora is None else {self.adapter_file: self.engine.adapter_file()}

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rolemesh.config.model_files import BUILTIN_MODELS, model_files
 from rolemesh.config.schema import ModelConfig
@@ -18,16 +19,13 @@ from rolemesh.observe import RunDirectory, find_run
 from rolemesh.plan.memory import size
 from rolemesh.training import checkpoint
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 WIDTH: Final = {"float32": 4, "bfloat16": 2}
 """Bytes of a number in the formats that a model can have."""
 WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
+MODELS: Final = (("a model", "config.json", "model_type"), ("an adapter", CONFIG, "peft_type"))
+"""What may be replaced in a folder, with a file that shows it and a key in there: other programs have a `config.json` too."""
 MERGED: Final = "model.safetensors"
-ROUNDING: Final = 1e-5
-"""Of the largest weight: another device or number of threads may sum up a product in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,10 @@ def plan_export(
         changed = {"path": str(folder), "tokenizer": None, "dtype": dtype, "lora": None}
         model = ModelConfig.model_validate(config["model"] | changed)
     need = sum(file.stat().st_size for file in folder.iterdir()) * width // WIDTH["float32"]
-    home = next(parent for parent in (target.resolve(), *target.resolve().parents) if parent.is_dir())
+    home = next(parent for parent in (target.resolve(), *target.resolve().parents) if parent.exists())
+    if not home.is_dir() or not os.access(home, os.W_OK):
+        found = "may not be written to" if home.is_dir() else "is a file"
+        raise ConfigError.one("--to", "must be a folder that can be made", f"{home} {found}", "Name another folder")
     if (free := shutil.disk_usage(home).free) < need:
         raise ConfigError.one("--to", f"{home} must have room for {size(need)}", f"{size(free)} free", "Name a folder on another disk")
     return Export(source=source, target=target, model=model, seed=config.get("seed", 0))
@@ -109,11 +110,20 @@ def _check_target(target: Path, source: Path, *, force: bool) -> None:
         raise ConfigError.one("--to", "must be a folder", f"the file {target}")
     if not target.is_dir() or not any(target.iterdir()):
         return
-    there = "a model" if (target / "config.json").is_file() else "an adapter" if (target / CONFIG).is_file() else None
+    there = next((what for what, file, key in MODELS if _has_key(target / file, key)), None)
     if there is None:
         raise ConfigError.one("--to", "must be a new folder, or one with a model", f"other files in {target}", "Name another folder")
     if not force:
         raise ConfigError.one("--to", "must be a new or empty folder", f"{there} in {target}", "Replace it with --force, or name another")
+
+
+def _has_key(file: Path, key: str) -> bool:
+    """Whether a JSON file holds an object with that key."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and key in found
 
 
 def run_export(export: Export, tell: Callable[[str], None]) -> None:
@@ -121,7 +131,14 @@ def run_export(export: Export, tell: Callable[[str], None]) -> None:
     written or is not the same to the last bit; what was there before stays then."""
     try:
         (_export_model if export.model.lora is None else _export_adapter)(export, tell)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
+        if not (export.source / checkpoint.STATE).is_file():
+            text = (
+                f"{export.source} is gone: its run has removed it meanwhile, which keeps its newest trainer.keep_checkpoints. Export again"
+            )
+            raise RolemeshError(text=text) from error
+        if isinstance(error, ConfigError):
+            raise
         raise RolemeshError(text=f"{export.target} could not be written: {error}. What was there before is still there") from error
 
 
@@ -143,8 +160,10 @@ def _export_model(export: Export, tell: Callable[[str], None]) -> None:
 
 def _export_adapter(export: Export, tell: Callable[[str], None]) -> None:
     """The two files of the checkpoint, which are peft's."""
+    from safetensors.torch import load_file
+
     from rolemesh.models import load_model
-    from rolemesh.models.lora import add_adapter, load_adapter
+    from rolemesh.models.lora import add_adapter, load_adapter, merged_weights, other_weights
     from rolemesh.models.save import save_folder
     from rolemesh.models.verify import adapter_differences
 
@@ -156,8 +175,10 @@ def _export_adapter(export: Export, tell: Callable[[str], None]) -> None:
     add_adapter(trained, lora, seed=0)
     try:
         load_adapter(trained, folder / WEIGHTS)
-        other = list(_other_than(export.source / checkpoint.MODEL / MERGED, trained))
-    except ValueError as error:
+        own, saved = trained.state_dict(), load_file(export.source / checkpoint.MODEL / MERGED)
+        merged = merged_weights(trained, saved, weight=own.__getitem__, whole=own.__getitem__)
+        other = [f"{name} differs" for name in other_weights(merged, lambda name, inside: saved[name])]
+    except (ValueError, KeyError) as error:
         other = [str(error)]
     if other:
         text = f"{export.model.path} is not the model any more that the adapter of {export.source} was trained on"
@@ -176,18 +197,6 @@ def _export_adapter(export: Export, tell: Callable[[str], None]) -> None:
     save_folder(export.target, write, check=compare)
     if export.model.path in BUILTIN_MODELS:
         tell(f"its base is {export.model.path!r}, which only rolemesh makes; without --adapter others can load what is exported")
-
-
-def _other_than(merged: Path, trained: PreTrainedModel) -> Iterator[str]:
-    """Weights that differ in the file of a merged model from what they are in this one when it is merged, by more than rounding."""
-    from rolemesh.engines.train.tensor_file import stored_tensors
-    from rolemesh.models.lora import merged_weights
-
-    weights, stored = trained.state_dict(), stored_tensors(merged)
-    for name, inside, merge in merged_weights(trained, stored, weight=weights.__getitem__, whole=weights.__getitem__):
-        same_shape = inside in weights and weights[inside].shape == stored[name].shape
-        if not same_shape or (stored[name][...] - (expected := merge())).abs().max() > ROUNDING * expected.abs().max():
-            yield f"{name} differs"
 
 
 def _refuse(export: Export, wrong: list[str]) -> None:

@@ -19,9 +19,9 @@ FLAT_GROUPS: Final = 0.5
 RATIO: Final = 1e-4
 """Largest mean |ratio - 1| before the first weight change in float32, where trainer and engine compute the same probabilities.
 
-Rounding makes an error of about 2 r M in a log-probability, with M the largest logit and r the relative error of the last hidden state, 2e-7
-to 1e-6 in float32 with some tens of layers. (Measured: a mean of 2e-6 with 24 layers and M = 4, 2e-5 with M = 10.) For rare tokens r is
-hundreds of times larger, in whichever order sums are formed, so that the maximum over many tokens has no bound of this kind.
+Rounding makes an error of about 2 r M in a log-probability, with M the largest logit and r the relative error of the last hidden state,
+2e-7 to 1e-6 in float32 with some tens of layers. (Measured: a mean of 2e-6 with 24 layers and M = 4, 2e-5 with M = 10.) For rare tokens r
+is many times larger, in whichever order sums are formed, so that the maximum over many tokens has no bound of this kind.
 """
 RATIO_OF_A_TOKEN: Final = 1e-2
 """What no rounding explains, for any token."""

@@ -29,7 +29,7 @@ from rolemesh.training import phases, saving, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
 from rolemesh.training.pools import TakenOver, taken_over
-from rolemesh.training.preflight import Checked, Prepared, Site, check
+from rolemesh.training.preflight import Checked, Prepared, Site, check, check_saved_model
 from rolemesh.training.recorder import Display, Recorder
 from rolemesh.training.run import Progress, TrainingRun
 from rolemesh.training.session import Session
@@ -199,6 +199,7 @@ def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
     prepared.prompts.load_state(state["prompts"])
     earlier = load_config(str(directory.config))
     checkpoints.check_roles(folder, state, earlier, prepared.config)
+    check_saved_model(folder / checkpoints.MODEL, prepared)
     before, after = (config.model_dump(mode="json") for config in (earlier, prepared.config))
     changed = {name: after[name] for name in after if after[name] != before[name]}
     if any(before["algorithm"][name] != after["algorithm"][name] for name in ("kl_coefficient", "kl_target")):

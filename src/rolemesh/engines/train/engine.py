@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device,
 from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.sft import sft_loss
-from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile
+from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile, stored_tensors
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
-from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, saved_name, without_adapter
+from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, other_weights, saved_name, without_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
@@ -118,16 +119,33 @@ class TrainEngine(Replica):
     def _names(self) -> list[str]:
         return [name for name, _ in self.empty_weights()]
 
-    def _weights_file(self) -> TensorFile:
-        """Each weight is merged when it is copied or written. Collective where weights are split."""
+    def _merged_parts(self) -> list[tuple[str, str, Callable[[], Tensor]]]:
+        """The same of this rank's parts, each merged when it is asked for. Collective where weights are split."""
         placed = self._up
 
         def cut(inside: str, product: Tensor) -> Tensor:
             return product[placed.parts[inside].index]
 
-        merged = list(merged_weights(self._skeleton, self._names, weight=placed.tensors.__getitem__, whole=self._whole, cut=cut))
-        own = {name: (inside, placed.tensors[inside]) for name, inside, _ in merged}
-        return placed.file(own, {name: merge for name, _, merge in merged})
+        return list(merged_weights(self._skeleton, self._names, weight=placed.tensors.__getitem__, whole=self._whole, cut=cut))
+
+    def _weights_file(self) -> TensorFile:
+        merged = self._merged_parts()
+        own = {name: (inside, self._up.tensors[inside]) for name, inside, _ in merged}
+        return self._up.file(own, {name: merge for name, _, merge in merged})
+
+    def check_below_adapter(self, merged: Path) -> None:
+        """Raise ValueError when a file of merged weights is not what this adapter makes of the model below it: that is another one than it
+        was trained on. Collective where weights are split."""
+        parts, saved = self._up.parts, stored_tensors(merged)
+
+        def stored(name: str, inside: str) -> Tensor | None:
+            return saved[name][parts[inside].index] if name in saved else None
+
+        if other := list(other_weights(self._merged_parts(), stored)):
+            raise ValueError(
+                f"the model below the adapter is not the one that it was trained on: {len(other)} weights, such as {other[0]}, differ from "
+                f"what {merged} says. Bring that model back, or train on in a new run from {merged.parent}"
+            )
 
     def adapter_file(self) -> TensorFile:
         """The adapter alone, as peft names its weights; see `files`."""
