@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from training_helpers import ONE_PROCESS, Quiet, only_run, small
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolemesh.cli.main import main
 from rolemesh.config.schema import LoraConfig, ModelConfig
@@ -47,9 +47,9 @@ def rolemesh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return int(ended.value.code or 0), captured.out + captured.err
 
 
-def logits(folder: Path) -> torch.Tensor:
+def logits(folder: Path, **options: str) -> torch.Tensor:
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)(TOKENS).logits
 
 
 def test_G14_an_export_is_the_policy_of_the_checkpoint(
@@ -165,7 +165,7 @@ def checkpoint_of(directory: RunDirectory, model: torch.nn.Module, config: dict[
     checkpoint.publish(folder, directory.checkpoint(1), state)
 
 
-@pytest.mark.parametrize("kind", ["tied", "G13 separated", "experts"])
+@pytest.mark.parametrize("kind", ["tied", "G13 separated", "experts", "capped scores"])
 def test_G13_checkpoints_and_exports_keep_every_weight_of_models_of_several_kinds(tmp_path: Path, kind: str) -> None:
     run = RunDirectory.create(tmp_path / "runs", "made")
     model = load_model(ModelConfig(), seed=0)
@@ -177,14 +177,21 @@ def test_G13_checkpoints_and_exports_keep_every_weight_of_models_of_several_kind
         sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
         heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=len(load_tokenizer(ModelConfig())), **sizes, **heads)).eval()
+    if kind == "capped scores":  # which one kernel of attention knows, and another leaves out
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        vocabulary = {"vocab_size": len(load_tokenizer(ModelConfig())), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        model = Gemma2ForCausalLM(Gemma2Config(head_dim=16, initializer_range=0.5, query_pre_attn_scalar=16, **sizes, **vocabulary)).eval()
+        model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model(TOKENS).logits
     checkpoint_of(run, model)
     planned = export.plan_export(str(run.path), tmp_path / "out", runs_dir=tmp_path, step=None, dtype="float32", force=False)
     export.run_export(planned, lambda text: None)
-    assert torch.equal(logits(run.checkpoint(1) / "model"), expected)
-    assert torch.equal(logits(tmp_path / "out"), expected)
-    if kind != "experts":
+    kernel = {"attn_implementation": "eager"} if kind == "capped scores" else {}
+    assert torch.equal(logits(run.checkpoint(1) / "model", **kernel), expected)
+    assert torch.equal(logits(tmp_path / "out", **kernel), expected)
+    if kind in ("tied", "G13 separated"):
         assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is (kind == "tied")
 
 

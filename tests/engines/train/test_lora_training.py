@@ -94,6 +94,7 @@ def of_layout(grid: Grid, name: str) -> dict:
     for file, path in ((merged, "merged"), (moments, "moments"), (trainer.adapter_file(), "adapter")):
         file.write(folder / path)
     grid.groups(size)  # all have written when all are here
+    trainer.check_below_adapter(folder / "merged")
     return found | {"folder": folder}
 
 
@@ -238,6 +239,14 @@ def test_files_bring_back_adapter_reference_and_what_follows(tmp_path: Path):
     other = engine(adapted(seed=3))
     other.load_files(tmp_path / "adapter", tmp_path / "moments", trainer.step)
     other.take_reference(trainer.reference)
+    other.check_below_adapter(tmp_path / "merged")
+    elsewhere = adapted(seed=3)
+    with torch.no_grad():
+        elsewhere.get_parameter("model.norm.weight")[0] += 1e-3
+    elsewhere = engine(elsewhere)
+    elsewhere.load_files(tmp_path / "adapter", tmp_path / "moments", trainer.step)
+    with pytest.raises(ValueError, match=r"not the one that it was trained on: 1 of its weights, such as model\.norm\.weight, differ"):
+        elsewhere.check_below_adapter(tmp_path / "merged")
     expected = dict(trainer.merged_weights())
     found = load_file(tmp_path / "merged")
     assert found.keys() == expected.keys()

@@ -143,8 +143,8 @@ class TrainEngine(Replica):
 
         if other := list(other_weights(self._merged_parts(), stored)):
             raise ValueError(
-                f"the model below the adapter is not the one that it was trained on: {len(other)} weights, such as {other[0]}, differ from "
-                f"what {merged} says. Bring that model back, or train on in a new run from {merged.parent}"
+                f"the model below the adapter is not the one that it was trained on: {len(other)} of its weights, such as {other[0]}, "
+                f"differ from what {merged} says. Bring that model back, or train on in a new run from {merged.parent}"
             )
 
     def adapter_file(self) -> TensorFile:
