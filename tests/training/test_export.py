@@ -268,6 +268,13 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_exported(tmp_path: Path) ->
     with pytest.raises(RolemeshError, match=r"is not the model of \S+: its logits differ"):
         export.run_export(planned, told.append)
     assert not (tmp_path / "out").exists()
+    weights = run.checkpoint(1) / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"lora_A", b'lora"A', 1))  # of the same size
+    with pytest.raises(RolemeshError, match=r"the weights in \S+ cannot be read: .*Export another step"):
+        export.run_export(planned, told.append)
+    config.write_text(config.read_text().replace("base_model_name_or_path", "base_model_name_or_poth"))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json must name the model below the adapter"):
+        export.plan_export(str(run.path), tmp_path / "out", runs_dir=tmp_path, adapter=True)
     whole = RunDirectory.create(tmp_path / "runs", "whole")
     checkpoint_of(whole, load_model(ModelConfig(), seed=0))
     with pytest.raises(ConfigError, match="the run must have trained an adapter"):

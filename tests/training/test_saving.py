@@ -227,6 +227,13 @@ def test_a_run_is_not_resumed_with_a_model_of_other_sizes_or_tokens_nor_from_ano
     assert "model.path: must have the vocabulary of" in refused(f"model.path={words}")
     assert sorted(path.stat().st_mtime_ns for path in run.path.rglob("*")) == before
     file = run.checkpoint(1) / "state.json"
+    state = json.loads(file.read_text())
+    for damaged, what in (
+        ({"progress": {"steps": 1}}, "must say where the run stands"),
+        ({"config": None}, "must hold all of its sections"),
+    ):
+        file.write_text(json.dumps(state | damaged))
+        assert what in refused()
     file.write_text(json.dumps({"format": 2, "rolemesh": "0.1", "files": {}}))
     (run.checkpoints / "notes.txt").write_text("mine")
     assert checkpoint.newest(run)[1] == [], "what is no checkpoint is none that was skipped"

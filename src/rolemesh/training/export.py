@@ -73,7 +73,12 @@ def _below_adapter(source: Path, options: dict[str, Any], dtype: str) -> ModelCo
         raise ConfigError.one("--adapter", "the run must have trained an adapter", f"model.lora=null in {source}", remedy)
     if dtype != "float32":
         raise ConfigError.one("--dtype", "must be float32 with --adapter, the format that adapters are trained in", dtype, "Leave it out")
-    base = json.loads((source / checkpoint.ADAPTER / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    file = source / checkpoint.ADAPTER / CONFIG
+    try:
+        base = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.one("--adapter", f"{file} must name the model below the adapter", found, "Export another step") from error
     try:
         model_files(base)
     except ConfigError as error:
@@ -160,6 +165,7 @@ def _export_model(export: Export, tell: Callable[[str], None]) -> None:
 
 def _export_adapter(export: Export, tell: Callable[[str], None]) -> None:
     """The two files of the checkpoint, which are peft's."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from rolemesh.models import load_model
@@ -178,6 +184,8 @@ def _export_adapter(export: Export, tell: Callable[[str], None]) -> None:
         own, saved = trained.state_dict(), load_file(export.source / checkpoint.MODEL / MERGED)
         merged = merged_weights(trained, saved, weight=own.__getitem__, whole=own.__getitem__)
         other = [f"{name} differs" for name in other_weights(merged, lambda name, inside: saved[name])]
+    except SafetensorError as error:
+        raise RolemeshError(text=f"the weights in {export.source} cannot be read: {error}. Export another step") from error
     except (ValueError, KeyError) as error:
         other = [str(error)]
     if other:
