@@ -54,7 +54,9 @@ def test_what_starts_nothing_loads_neither_torch_nor_ray(tmp_path: Path, argumen
     run = RunDirectory.create(tmp_path / "runs", "light")
     run.write_status({"state": "finished", "pid": 1, "step": 3, "steps": 3, "workers": []})
     run.checkpoint(1).mkdir()
-    write_json(run.checkpoint(1) / "state.json", {"format": 3, "progress": {}, "prompts": {}, "roles": {}, "config": {"model": {}}})
+    write_json(
+        run.checkpoint(1) / "state.json", {"format": 3, "progress": {}, "prompts": {}, "roles": {}, "config": {"model": {"path": "tiny"}}}
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("an export never replaces what is no model")
     expected = 2 if arguments[0] == "export" else 0

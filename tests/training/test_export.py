@@ -99,6 +99,8 @@ def test_exports_that_would_go_wrong_are_refused_before_anything_is_written(
     (tmp_path / "file").write_text("")
     assert "is a file" in refused(run.path, "--to", tmp_path / "file" / "below")
     assert "among the checkpoints" in refused(run.path, "--to", run.checkpoint(2) / "model", "--force")
+    monkeypatch.chdir(run.path.parent)
+    assert "among the checkpoints" in refused(run.name, "--runs-dir", ".", "--to", f"{run.name}/checkpoints/step-2/model", "--force")
     assert "complete are: step-1, step-2" in refused(run.path, "--to", tmp_path / "new", "--step", 7)
     assert "float32, bfloat16" in refused(run.path, "--to", tmp_path / "new", "--dtype", "int8")
     assert "Leave it out" in refused(run.checkpoint(1), "--to", tmp_path / "new", "--step", 1)
@@ -206,7 +208,7 @@ def adapter_checkpoint(directory: RunDirectory, base: Path | str, lora: LoraConf
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.05, generator=torch.Generator().manual_seed(len(name)))
-    checkpoint_of(directory, model, config={"seed": seed, "model": {"path": "gone", "lora": lora.model_dump(mode="json")}})
+    checkpoint_of(directory, model, config={"seed": seed, "model": {"path": str(base), "lora": lora.model_dump(mode="json")}})
 
 
 def peft_logits(base: Path, folder: Path) -> torch.Tensor:
@@ -243,6 +245,7 @@ def test_an_exported_adapter_is_the_trained_module_for_peft(
 
     assert "an adapter in" in refused(2, run.path, "--to", tmp_path / "out")
     assert rolemesh(monkeypatch, capsys, "export", run.path, "--to", tmp_path / "out", "--adapter", "--force")[0] == 0
+    assert "the model that the run began with" in refused(2, run.path, "--to", base, "--force")
     assert "must be float32 with --adapter" in refused(2, run.path, "--to", tmp_path / "new", "--dtype", "bfloat16")
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"][0] += 1e-3  # another base of the same shape

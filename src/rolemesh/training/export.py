@@ -49,7 +49,7 @@ def plan_export(
         raise ConfigError.one("--dtype", f"must be one of {', '.join(WIDTH)}", repr(dtype))
     source = _source(which, runs_dir, step)
     config: dict[str, Any] = checkpoint.read_state(source)["config"]
-    _check_target(target, source, force=force)
+    _check_target(target, source, str(config["model"]["path"]), force=force)
     if adapter:
         model, folder, width = _below_adapter(source, config["model"], dtype), source / checkpoint.ADAPTER, 4
     else:
@@ -107,10 +107,12 @@ def _source(which: str, runs_dir: Path, step: int | None) -> Path:
     raise ConfigError.one("--step", f"{wanted} must be a complete checkpoint of {directory.name}", f"complete are: {names}")
 
 
-def _check_target(target: Path, source: Path, *, force: bool) -> None:
-    """A folder with other things in it is never replaced, nor a part of a run."""
-    if source.parent in (target.resolve(), *target.resolve().parents):
+def _check_target(target: Path, source: Path, model: str, *, force: bool) -> None:
+    """A folder with other things in it is never replaced, nor a part of the run, nor the model that it began with."""
+    if source.parent.resolve() in (target.resolve(), *target.resolve().parents):
         raise ConfigError.one("--to", "must not lie among the checkpoints of the run", str(target), "Name a folder elsewhere")
+    if target.resolve() == Path(model).expanduser().resolve():
+        raise ConfigError.one("--to", "must not be the model that the run began with", str(target), "Name a folder elsewhere")
     if target.is_file():
         raise ConfigError.one("--to", "must be a folder", f"the file {target}")
     if not target.is_dir() or not any(target.iterdir()):
