@@ -48,9 +48,9 @@ NAMED_ONLY = {"transformers", "torch"}
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
 LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
-    *(f"models/{module}.py" for module in ("load", "lora", "save", "tokenizer", "verify")),
+    *(f"models/{module}.py" for module in ("load", "lora", "reward_reader", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
-    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "rollout", "saving", "taker", "trained")),
+    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "reward_model", "rollout", "saving", "taker", "trained")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 

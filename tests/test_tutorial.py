@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rolemesh.cli.running import train
+from rolemesh.config import check_config, load_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
 SHORT = [
@@ -70,3 +71,10 @@ def test_its_own_role_and_loop_change_the_rewards(folder, monkeypatch):
 def test_its_worker_group_knows_the_mean_of_all(folder):
     done = subprocess.run([sys.executable, "mean_of_all.py"], capture_output=True, text=True, check=False, timeout=200)
     assert "[4.0, 4.0]" in done.stdout, done.stderr
+
+
+def test_its_recipe_with_reward_models_lacks_their_files_alone(folder):
+    config = load_config("judged.yaml", [])
+    assert [name for name, reward in enumerate(config.reward) if reward.model is not None] == [1, 2]
+    subjects = {problem.subject for problem in check_config(config)}
+    assert subjects == {"model.path", "data.train", "reward.1.model.path", "reward.2.model.path"}

@@ -181,6 +181,8 @@ def test_chat_prompts_go_through_the_template(tokenizer):
     batch = stream_of(Listed([messages, "13"]), tokenizer, chat=True, shuffle=False).draw(2)
     assert batch.rows("prompt_ids") == [[1, 11, 12, 7], [1, 13, 7]]
     assert batch.scalars("prompt") == ["11 12 7", "13 7"]
+    assert [json.loads(text) for text in batch.scalars("messages")] == [messages, [{"role": "user", "content": "13"}]]
+    assert "messages" not in stream_of(Listed(["13"]), tokenizer).draw(1).names
 
 
 def test_messages_need_chat_and_refuse_a_text_template(tokenizer):

@@ -82,9 +82,10 @@ def test_pools_of_their_own_work_side_by_side():
             ("actor", "update", 5.0), ("critic", "update", 4.0), ("actor", "publish", 0.5),
         ]
     ]  # fmt: skip
-    together = dict.fromkeys(("rollout", "ref", "critic", "actor", "reward"), "main")
+    together = dict.fromkeys(("rollout", "ref", "critic", "actor"), "main")  # rewards have processes of their own
     assert step_seconds(stages, together) == 8 + (2 + 3) + (5 + 4) + 0.5
     assert step_seconds(stages, {**together, "critic": "values"}) == 8 + 3 + 5 + 0.5
+    assert step_seconds(stages, {**together, "reward": "main"}) == 8 + (1 + 2 + 3) + (5 + 4) + 0.5
     assert step_seconds(stages, {**together, "reward": "elsewhere"}) == 8 + (2 + 3) + (5 + 4) + 0.5
     assert step_seconds([], together) == 0
 

@@ -67,6 +67,13 @@ COLUMNS: Final[dict[str, Column]] = _declare(
     Column(name="sample", kind="int", producer="data", meaning="number of the answer to this prompt, from 0"),
     Column(name="source", kind="string", producer="data", meaning="data source of the prompt, for rewards and metrics by source"),
     Column(name="prompt", kind="string", producer="data", meaning="prompt text as given to the tokenizer"),
+    Column(
+        name="messages",
+        kind="string",
+        producer="data",
+        optional=True,
+        meaning="JSON of the chat messages that the prompt was made of; with `data.chat` only",
+    ),
     Column(name="prompt_ids", kind="tokens", producer="data", meaning="token ids of the prompt, exactly one BOS where the model has one"),
     Column(name="answer", kind="string", producer="data", nullable=True, meaning="reference answer, if the source has one"),
     Column(

@@ -16,6 +16,7 @@ from rolemesh.config.data_checks import data_problems
 from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files
 from rolemesh.config.packaged import local_path
 from rolemesh.config.pool_checks import check_pools, check_roles
+from rolemesh.config.reward_checks import check_reward
 from rolemesh.config.schema import Config
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
@@ -36,7 +37,7 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     the form of those names is checked.
     """
     problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
-    problems += [*check_pools(config), *check_roles(config), *_reward(config), *_cluster(config)]
+    problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config)]
     if training:
         problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
     return problems
@@ -108,7 +109,8 @@ def _code(config: Config, builtins: Mapping[str, Collection[str]]) -> Iterator[P
     yield from _named("algorithm.name", config.algorithm.name, builtins.get("algorithm.name"))
     yield from _named("rollout.engine", config.rollout.engine, builtins.get("rollout.engine"))
     for index, reward in enumerate(config.reward):
-        yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))
+        if reward.model is None:
+            yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))
     for index, sink in enumerate(config.trainer.sinks):
         yield from _named(f"trainer.sinks.{index}", sink, builtins.get("trainer.sinks"))
     for name, role in config.roles.items():
@@ -297,16 +299,4 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             need=f"must be above trainer.warmup_steps ({trainer.warmup_steps}), which it includes",
             free=str(trainer.schedule_steps),
             remedy="Raise trainer.schedule_steps or lower trainer.warmup_steps",
-        )
-
-
-def _reward(config: Config) -> Iterator[Problem]:
-    if not config.reward:
-        yield Problem(subject="reward", need="at least one reward is needed", free="none", remedy="Write reward=[{name: exact}]")
-    elif all(reward.weight == 0 for reward in config.reward):
-        yield Problem(
-            subject="reward",
-            need="at least one weight must differ from 0",
-            free="all weights are 0",
-            remedy="Set reward.0.weight=1",
         )

@@ -114,7 +114,8 @@ def _validate(tree: Tree) -> tuple[Config | None, list[Problem]]:
         for item in error.errors(include_url=False, include_context=False, include_input=False):
             place = locate(item["loc"])
             # Several errors of one option (the branches of a union, the items of a list) are one problem for the user.
-            problems.setdefault(place.dotted, _problem(place, _value_at(tree, place.keys)))
+            missing = item["type"] == "missing"
+            problems.setdefault(place.dotted, _missing(place) if missing else _problem(place, _value_at(tree, place.keys)))
         return None, list(problems.values())
 
 
@@ -122,6 +123,11 @@ def _value_at(tree: Any, keys: Iterable[str | int]) -> Any:
     for key in keys:
         tree = tree[key]
     return tree
+
+
+def _missing(place: Place) -> Problem:
+    assert place.info is not None, "only declared options can be required"
+    return Problem(subject=place.dotted, need=f"must be {words_of(place.info)}", free="not set", remedy="It has no default; write it")
 
 
 def _problem(place: Place, value: Any) -> Problem:

@@ -167,11 +167,45 @@ def check_model_files(path: str) -> None:
         gguf_header(files.main)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights. Raises ConfigError when one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise ConfigError.one("model.path", f"{index} must list the weight files", found, "Copy or download it again") from error
+        missing = [name for name in wanted if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError.one(
+                "model.path", f"all {len(wanted)} weight files of {index.name} must be in {folder}", f"no {', '.join(missing)}"
+            )
+        return [folder / name for name in wanted]
+    if not (folder / "model.safetensors").is_file():
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors") for path in folder.glob(pattern))
+        raise ConfigError.one(
+            "model.path",
+            f"{folder} must hold model.safetensors or model.safetensors.index.json with its shards",
+            ", ".join(others) or "no weight files",
+            "Other formats are not read; convert them with save_pretrained of transformers" if others else "",
+        )
+    return [folder / "model.safetensors"]
+
+
 def read_model_facts(path: str | Path) -> ModelFacts:
     """Sizes of a built-in model, a folder (from `config.json`) or a GGUF file. Raises ConfigError naming the file and what it lacks."""
     files = model_files(str(path))
     if files.gguf:
         return _gguf_facts(gguf_header(files.main), files.main)
+    data = read_config_json(files)
+    # Models with several modalities keep the sizes of the language model in a section of their own.
+    text = data.get("text_config")
+    return _facts(text if isinstance(text, dict) else data, files.folder / "config.json")
+
+
+def read_config_json(files: ModelFiles) -> dict[str, Any]:
+    """What `config.json` of a folder holds. Raises ConfigError."""
     file = files.folder / "config.json"
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -179,9 +213,7 @@ def read_model_facts(path: str | Path) -> ModelFacts:
         raise ConfigError.one("model.path", f"{file} must be readable JSON", str(error), "Download or copy the file again") from error
     if not isinstance(data, dict):
         raise ConfigError.one("model.path", f"{file} must hold a JSON object", type(data).__name__, "Download or copy the file again")
-    # Models with several modalities keep the sizes of the language model in a section of their own.
-    text = data.get("text_config")
-    return _facts(text if isinstance(text, dict) else data, file)
+    return data
 
 
 def _gguf_facts(header: GgufHeader, file: Path) -> ModelFacts:

@@ -39,7 +39,7 @@ def check_pools(config: Config) -> Iterator[Problem]:
                 remedy="Write for example [2] for one node with two slots, or auto",
             )
         yield from _devices(name, pool)
-        if pool.capacity_factor > 1 and all(role == REWARD for role, entry in config.roles.items() if entry.pool == name):
+        if pool.capacity_factor > 1 and all(role in config.process_roles for role, entry in config.roles.items() if entry.pool == name):
             yield Problem(
                 subject=f"pools.{name}.capacity_factor",
                 need=f"must be 1 for a pool that only {REWARD} uses: it has no slots, and so no spare ones",
@@ -120,10 +120,10 @@ def check_roles(config: Config) -> Iterator[Problem]:
                 free=repr(role.pool),
                 remedy=f"{_did_you_mean(role.pool, config.pools)}Add the pool, or name one that exists",
             )
-        if role.cpus is not None and name != REWARD:
+        if role.cpus is not None and name not in config.process_roles:
             yield Problem(
                 subject=f"roles.{name}.cpus",
-                need=f"only {REWARD} has processes of its own; {name} lives in the slots of its pool",
+                need=f"only {REWARD} without a model has processes of its own; {name} lives in the slots of its pool",
                 free=str(role.cpus),
                 remedy=f"Set pools.{role.pool}.cpus instead",
             )

@@ -10,51 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from rolemesh.names import ACTOR, REF
-
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, strict about names, with docstrings as field descriptions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-    short: ClassVar[str | None] = None
-    """Option that a text stands for: where a list of such sections is due, a text means one section with this option alone."""
-
-
-class LoraConfig(Section):
-    """A low-rank adapter (LoRA), trained in place of the model's own weights. Without dropout, which would part trainer and engine."""
-
-    rank: Positive = 16
-    """Rank of the adapter's matrices."""
-    alpha: Positive = 32
-    """The adapter's part is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers that get one, by name or last part of it (`[q_proj, v_proj]`); `all-linear` takes all but the output layer."""
-
-
-class ModelConfig(Section):
-    """The policy model."""
-
-    path: str = "tiny"
-    """A Hugging Face folder, a `.gguf` file, either of them inside an installed package (`package:NAME/FILE.gguf`), or the name of a
-    built-in tiny model (`tiny`), which is made from scratch."""
-    tokenizer: str | None = None
-    """Tokenizer folder; the model's own files when not set."""
-    pad_token: str | None = None
-    """Padding token, for a tokenizer that declares none; must be in its vocabulary (its end token will do)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights where they are served; where they are trained, of matrix products on float32 weights."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model folder. Off unless you know its author."""
-    lora: LoraConfig | None = None
-    """Train an adapter instead of the actor's weights. A reference in the actor's pool is then the actor without it."""
+from rolemesh.config.model_schema import LoraConfig as LoraConfig
+from rolemesh.config.model_schema import ModelConfig as ModelConfig
+from rolemesh.config.model_schema import RewardModelConfig as RewardModelConfig
+from rolemesh.config.section import NotNegative, NotNegativeFloat, Positive, PositiveFloat
+from rolemesh.config.section import Section as Section
+from rolemesh.names import ACTOR, REF, REWARD
 
 
 class SourceConfig(Section):
@@ -201,10 +164,11 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """One reward function; the rewards of a list are summed by weight."""
+    """One reward function, or model; the rewards of a list are summed by weight."""
 
     name: str = "reasoning_gym"
-    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`)."""
+    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`). With
+    `model` what to call that one; then `model` when not set."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     sources: tuple[str, ...] | None = None
@@ -217,6 +181,13 @@ class RewardConfig(Section):
     """Seconds for one sample; then its work is ended for good, and the sample has no reward (status `timeout`)."""
     memory_mb: Positive | None = 4096
     """Memory that a scoring process and what it starts may hold; a sample that takes more has no reward. No limit when null."""
+    model: RewardModelConfig | None = None
+    """Score by this model instead of a function."""
+
+    def model_post_init(self, context: Any) -> None:
+        """What a model is called that was not named."""
+        if self.model is not None and "name" not in self.model_fields_set:
+            object.__setattr__(self, "name", "model")
 
 
 class RoleConfig(Section):
@@ -225,9 +196,9 @@ class RoleConfig(Section):
     pool: str = "main"
     """Name of the pool that holds the role's workers."""
     workers: Positive | Literal["auto"] = "auto"
-    """Number of worker processes; `auto` takes all slots of the pool (reward: derived from CPUs)."""
+    """Number of worker processes; `auto` takes all slots of the pool (reward without a model: derived from CPUs)."""
     cpus: PositiveFloat | None = None
-    """CPUs of one worker of a role that has processes of its own (reward); derived when not set."""
+    """CPUs of one worker of a role that has processes of its own (reward without a model); derived when not set."""
     processes: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Scoring processes of one reward worker; one for each of its CPUs when not set. More than that pays if functions wait."""
     worker: str | None = None
@@ -380,6 +351,16 @@ class Config(Section):
     sft: SftConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @property
+    def reward_models(self) -> dict[int, RewardModelConfig]:
+        """Models that score answers, by their place in the section `reward`."""
+        return {number: reward.model for number, reward in enumerate(self.reward) if reward.model is not None}
+
+    @property
+    def process_roles(self) -> tuple[str, ...]:
+        """Roles with processes of their own beside the slots: rewards that need no model."""
+        return () if self.reward_models else (REWARD,)
 
     @property
     def ref_is_actor(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import DataConfig
 from rolemesh.data.sources import Problem, Prompt
 from rolemesh.errors import ConfigError
-from rolemesh.models.prompts import encode_prompt, render_prompt
+from rolemesh.models.prompts import as_messages, encode_prompt, render_prompt
 from rolemesh.protocols.task import dump_task
 
 Tokenizer: TypeAlias = Any
@@ -92,6 +93,8 @@ class Look:
     reason: str | None = None
     text: str = ""
     """Prompt text as given to the tokenizer."""
+    messages: str | None = None
+    """JSON of the chat messages that the text was made of, with `data.chat`."""
     ids: tuple[int, ...] = ()
     length: int = 0
     """Tokens of the prompt before cutting."""
@@ -133,7 +136,8 @@ class PromptFilter:
         if len(ids) > limit and self._config.overlong in ("error", "drop"):
             return Look(problem=problem, reason=OVERLONG, length=len(ids))
         text = render_prompt(self._tokenizer, prompt, chat=self._config.chat)
-        return Look(problem=problem, text=text, ids=tuple(self._cut(ids, limit)), length=len(ids))
+        messages = json.dumps(as_messages(prompt)) if self._config.chat else None
+        return Look(problem=problem, text=text, messages=messages, ids=tuple(self._cut(ids, limit)), length=len(ids))
 
     def _templated(self, prompt: Prompt) -> Prompt:
         if isinstance(prompt, str):
@@ -167,8 +171,10 @@ class PromptFilter:
 def prompt_batch(looks: list[Look], draws: list[int]) -> Batch:
     """The kept problems as a batch: one row a prompt, `sample` 0."""
     problems = [look.problem for look in looks]
+    chat = {"messages": [look.messages for look in looks]} if any(look.messages is not None for look in looks) else {}
     return Batch.from_columns(
         {
+            **chat,
             "draw": draws,
             "sample": [0] * len(looks),
             "source": [problem.source for problem in problems],

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from rolemesh.models.load import check_weights, load_config, load_model, open_weights
     from rolemesh.models.lora import check_lora
     from rolemesh.models.prompts import encode_prompt
+    from rolemesh.models.reward_reader import RewardReader, UnreadableSample
     from rolemesh.models.save import save_description, save_model
     from rolemesh.models.tokenizer import load_tokenizer, stop_token_ids
 
 __all__ = [
+    "RewardReader",
+    "UnreadableSample",
     "check_lora",
     "check_weights",
     "encode_prompt",
@@ -37,6 +40,7 @@ if not TYPE_CHECKING:
             "load": ("check_weights", "load_config", "load_model", "open_weights"),
             "lora": ("check_lora",),
             "prompts": ("encode_prompt",),
+            "reward_reader": ("RewardReader", "UnreadableSample"),
             "save": ("save_description", "save_model"),
             "tokenizer": ("load_tokenizer", "stop_token_ids"),
         },

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files
+from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files, weight_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
 
@@ -84,7 +82,7 @@ def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     files = model_files(model.path)
     if not files.gguf:
-        _weight_files(files.folder)
+        weight_files(files.folder)
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **files.for_transformers,
@@ -130,7 +128,7 @@ def open_weights(model: ModelConfig, kind: type = AutoModelForCausalLM) -> tuple
         empty = cast(Any, kind).from_config(config, dtype=getattr(torch, model.dtype), attn_implementation=attention(config)).eval()
     empty.tie_weights()  # registering a parameter made another one of it
     try:
-        opened: list[Any] = [safe_open(file, framework="pt") for file in _weight_files(files.folder)]
+        opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.folder)]
         found = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise _unusable(files, error) from error
@@ -151,39 +149,13 @@ def check_weights(model: ModelConfig) -> None:
     files = model_files(model.path)
     if files.gguf:
         return  # its header is read with the model's config
-    for file in _weight_files(files.folder):
+    for file in weight_files(files.folder):
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
             found = f"{file.stat().st_size:,} bytes: {error}"
             raise ConfigError.one("model.path", f"{file} must be a whole safetensors file", found, "Copy or download it again") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights. Raises ConfigError when one is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            found = f"{type(error).__name__}: {error}"
-            raise ConfigError.one("model.path", f"{index} must list the weight files", found, "Copy or download it again") from error
-        missing = [name for name in wanted if not (folder / name).is_file()]
-        if missing:
-            raise ConfigError.one(
-                "model.path", f"all {len(wanted)} weight files of {index.name} must be in {folder}", f"no {', '.join(missing)}"
-            )
-        return [folder / name for name in wanted]
-    if not (folder / "model.safetensors").is_file():
-        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors") for path in folder.glob(pattern))
-        raise ConfigError.one(
-            "model.path",
-            f"{folder} must hold model.safetensors or model.safetensors.index.json with its shards",
-            ", ".join(others) or "no weight files",
-            "Other formats are not read; convert them with save_pretrained of transformers" if others else "",
-        )
-    return [folder / "model.safetensors"]
 
 
 def _check_complete(files: ModelFiles, info: dict[str, Any]) -> None:

@@ -23,6 +23,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
     messages that the template refuses.
     """
     text = render_prompt(tokenizer, prompt, chat=chat)
+    return encode_rendered(tokenizer, text)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that has its special tokens, with exactly one BOS in front if the tokenizer has one."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
     if bos is None:
@@ -30,6 +35,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
     # Only the run at the start: a chat format may use its BOS as the mark of every message.
     start = next((place for place, token in enumerate(ids) if token != bos), len(ids))
     return [bos, *ids[start:]]
+
+
+def as_messages(prompt: str | Messages) -> list[Mapping[str, Any]]:
+    """A text as one user message; messages as they are."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool) -> str:
@@ -45,7 +55,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
             f"none in {tokenizer.name_or_path}",
             "Set data.chat=false and write the format into data.prompt_template, or add chat_template.jinja to the tokenizer",
         )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = as_messages(prompt)
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except (TemplateError, TypeError, KeyError, ValueError) as error:

@@ -24,10 +24,29 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     No token is ever guessed: where the tokenizer declares no padding token, `model.pad_token` names one. Raises ConfigError when the
     folder cannot be loaded, when there is no end or padding token, or when ids would lie outside the model's embedding.
     """
+    tokenizer, files, subject = _read_for(model)
+    problems = [*_pad_problems(tokenizer, model, files.main), *_eos_problems(tokenizer, files.main, subject)]
+    problems += _size_problems(tokenizer, model, files.main, subject)
+    if problems:
+        raise ConfigError(problems=problems)
+    return tokenizer
+
+
+def load_reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that writes nothing, such as a reward model: it needs neither an end nor a padding token. Raises
+    ConfigError."""
+    tokenizer, files, subject = _read_for(model)
+    if problems := _size_problems(tokenizer, model, files.main, subject):
+        raise ConfigError(problems=problems)
+    return tokenizer
+
+
+def _read_for(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, ModelFiles, str]:
+    """(tokenizer, where it lies, the option that says so)."""
     subject = "model.path" if model.tokenizer is None else "model.tokenizer"
     files = model_files(model.path) if model.tokenizer is None else _tokenizer_folder(model.tokenizer)
     try:
-        tokenizer = _read(files, model.trust_remote_code)
+        return _read(files, model.trust_remote_code), files, subject
     except LOAD_ERRORS as error:
         raise ConfigError.one(
             subject,
@@ -35,11 +54,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"{type(error).__name__}: {error}",
             "Set model.tokenizer to a folder with tokenizer.json and tokenizer_config.json",
         ) from error
-    problems = [*_pad_problems(tokenizer, model, files.main), *_eos_problems(tokenizer, files.main, subject)]
-    problems += _size_problems(tokenizer, model, files.main, subject)
-    if problems:
-        raise ConfigError(problems=problems)
-    return tokenizer
 
 
 def _read(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -51,6 +51,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("reward/process/replaced", "count", "reward", "scoring processes replaced: after a timeout or a crash, or because of their memory"),
     ("reward/seconds/mean", "s", "reward", "mean time that the functions took for one sample"),
     ("reward/seconds/max", "s", "reward", "longest time that a function took for one sample"),
+    ("reward/model/cut", "samples", "reward", "answers that a reward model read without a part, by `reward.<n>.model.overlong`"),
     ("reward/zero_spread_groups", "share", "algorithm", "groups whose rewards are all equal and that therefore carry no signal"),
     ("reward/all_right_groups", "share", "algorithm", "groups without spread at the highest reward of the step, if that is above 0"),
     ("reward/all_wrong_groups", "share", "algorithm", "groups without spread at or below 0"),

@@ -35,10 +35,11 @@ def _reward(config: Config, stages: dict[tuple[str, str], Stage], step: float) -
     rest = max(step - stage.seconds, LEAST_SECONDS)
     wanted = math.ceil(stage.workers * stage.seconds / (REWARD_SHARE * rest))
     if wanted > stage.workers:
-        yield (
-            f"reward: scoring takes about {seconds(stage.seconds)} of a step of {seconds(step)} with {_many(stage.workers, 'worker')}; "
-            f"roles.reward.workers={wanted} would be in proportion, or more of roles.reward.processes if functions wait"
-        )
+        more = f"roles.reward.workers={wanted} would be in proportion, or more of roles.reward.processes if functions wait"
+        if REWARD not in config.process_roles:
+            more = f"{wanted} slots of pool {config.roles[REWARD].pool} would be in proportion"
+        now = f"{seconds(stage.seconds)} of a step of {seconds(step)} with {_many(stage.workers, 'worker')}"
+        yield f"reward: scoring takes about {now}; {more}"
 
 
 def _critic(config: Config, stages: dict[tuple[str, str], Stage]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
 from rolemesh.plan.memory import WITH_MODEL, cheaper, node_memory, pool_memory, reward_memory
-from rolemesh.plan.placement import PROCESS_ROLES, Counts, Placement, place, too_many_workers
+from rolemesh.plan.placement import Counts, Placement, place, too_many_workers
 from rolemesh.plan.room import check_memory
 from rolemesh.plan.routes import Place, weight_route
 from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
@@ -57,19 +57,19 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
     workers: dict[str, list[WorkerPlan]] = {}
     problems += placement.problems
     for role in config.roles:
-        if role in PROCESS_ROLES:
+        if role in config.process_roles:
             workers[role] = list(_process_workers(config, role, placement, shares))
         elif config.roles[role].pool in placement.slots:
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
     workers |= {ROLLOUT: list(_routed(config, workers))} if ROLLOUT in workers else {}
-    models = _models(config, facts, problems)
+    models, judges = _models(config, facts, problems), _judges(config, problems)
     problems += _indivisible(config, models)
-    memory = _memory(config, models, inventory.nodes, placement, workers, problems)
+    memory = _memory(config, models, judges, inventory.nodes, placement, workers, problems)
     addresses = list(_addresses(config, inventory, workers, problems))
     if problems and inventory.pending:
         problems.append(Problem(subject="cluster", need="others wait for room too", free="; ".join(inventory.pending), remedy=LATER))
-    stages = tuple(predict_stages(config, models, inventory.nodes, workers))
-    step = step_seconds(stages, {name: role.pool for name, role in config.roles.items()})
+    stages = tuple(predict_stages(config, models, judges, inventory.nodes, workers))
+    step = step_seconds(stages, {name: role.pool for name, role in config.roles.items() if name not in config.process_roles})
     complete = not placement.problems
     return Plan(
         nodes=inventory.nodes,
@@ -244,9 +244,21 @@ def _models(config: Config, facts: ModelFacts | None, problems: list[Problem]) -
     return found
 
 
+def _judges(config: Config, problems: list[Problem]) -> dict[int, ModelFacts]:
+    """The models that score answers, by their entry of `reward`; a problem for each that cannot be read."""
+    found: dict[int, ModelFacts] = {}
+    for entry, model in config.reward_models.items() if REWARD in config.roles else ():
+        try:
+            found[entry] = read_model_facts(model.path)
+        except ConfigError as error:
+            problems += [replace(problem, subject=f"reward.{entry}.model.path") for problem in error.problems]
+    return found
+
+
 def _memory(
     config: Config,
     models: Mapping[str, ModelFacts],
+    judges: Mapping[int, ModelFacts],
     nodes: tuple[NodeInfo, ...],
     placement: Placement,
     workers: Mapping[str, list[WorkerPlan]],
@@ -257,7 +269,7 @@ def _memory(
     ranks = {role: len(group) for role, group in workers.items()}
     memory, places = [], list[Counts]()
     for name, counts in placement.slots.items():
-        memory.append(pool_memory(config, name, models, ranks))
+        memory.append(pool_memory(config, name, models, ranks, judges))
         spares = placement.spares.get(name, {})
         places.append({node: counts.get(node, 0) + spares.get(node, 0) for node in {**counts, **spares}})
     for role, counts in placement.processes.items():
@@ -267,7 +279,7 @@ def _memory(
         memory.append(node_memory(config, models[ACTOR]))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
     devices = {name: _devices(config, name) for name in config.pools}
-    problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks))
+    problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks, judges))
     return tuple(memory)
 
 
@@ -296,7 +308,7 @@ def _derived(
         derived["parameters"] = facts.parameters
         if config.model.lora is not None:
             derived["trained_parameters"] = facts.adapter_parameters(config.model.lora.rank)
-    beside = [worker for role in PROCESS_ROLES for worker in workers.get(role, ())]
+    beside = [worker for role in config.process_roles for worker in workers.get(role, ())]
     slots = [slot for pool in pools.values() for slot in (*pool.slots, *pool.spares)]
     derived |= {
         "workers": sum(len(group) for group in workers.values()),

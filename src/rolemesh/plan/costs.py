@@ -56,9 +56,14 @@ class _Work:
 
 
 def predict_stages(
-    config: Config, facts: Mapping[str, ModelFacts], nodes: tuple[NodeInfo, ...], workers: Mapping[str, list[WorkerPlan]]
+    config: Config,
+    facts: Mapping[str, ModelFacts],
+    judges: Mapping[int, ModelFacts],
+    nodes: tuple[NodeInfo, ...],
+    workers: Mapping[str, list[WorkerPlan]],
 ) -> Iterator[Stage]:
-    """All calls of a step in order, for roles that have workers and, where they need one, a model in `facts`."""
+    """All calls of a step in order, for roles that have workers and, where they need one, a model in `facts`. `judges` are the models that
+    score answers."""
     calls = [
         (ROLLOUT, "generate", _generate),
         (REF, "logprobs", _score),
@@ -70,7 +75,7 @@ def predict_stages(
         if role in facts and workers.get(role):
             yield _timed(config, role, call, facts[role], nodes, workers[role], work(config, role, facts[role], len(workers[role])))
         if (role, call) == (ROLLOUT, "generate") and workers.get(REWARD):
-            yield _reward(config, workers[REWARD])
+            yield _reward(config, judges, nodes, workers[REWARD])
     if workers.get(ACTOR) and ACTOR in facts:
         buffer = 4.0 * facts[ACTOR].parameters
         yield Stage(
@@ -80,11 +85,11 @@ def predict_stages(
 
 def step_seconds(stages: Iterable[Stage], pools: Mapping[str, str]) -> float:
     """Seconds of a step: the groups of calls that the loop makes after each other. In each, roles of one pool take turns and those of
-    different pools work side by side; `pools` has the pool of each role, rewards have processes of their own."""
+    different pools work side by side; `pools` has the pool of each role but of those with processes of their own."""
     phases: dict[int, dict[str, float]] = {}
     for stage in stages:
         number = {"generate": 0, "score": 1, "logprobs": 1, "values": 1, "update": 2, "publish": 3}[stage.call]
-        place = stage.role if stage.role == REWARD else pools[stage.role]
+        place = pools.get(stage.role, stage.role)
         phase = phases.setdefault(number, {})
         phase[place] = phase.get(place, 0.0) + stage.seconds
     return sum(max(phase.values()) for phase in phases.values())
@@ -183,16 +188,21 @@ def _update(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work
     return _Work(flops=flops, bytes=moved, passes=3 * passes)
 
 
-def _reward(config: Config, workers: list[WorkerPlan]) -> Stage:
+def _reward(config: Config, judges: Mapping[int, ModelFacts], nodes: tuple[NodeInfo, ...], workers: list[WorkerPlan]) -> Stage:
+    """Models one after the other, beside the functions."""
     samples, _, _ = _lengths(config)
-    each = sum(REWARD_SECONDS.get(reward.name, OWN_REWARD_SECONDS) for reward in config.reward)
+    each = sum(REWARD_SECONDS.get(reward.name, OWN_REWARD_SECONDS) for reward in config.reward if reward.model is None)
     side_by_side = len(workers) * scoring_processes(config, REWARD)
+    functions = samples * each / min(side_by_side, samples)
+    count = len(workers)
+    models = [_timed(config, REWARD, "score", facts, nodes, workers, _score(config, REWARD, facts, count)) for facts in judges.values()]
+    seconds, slowest = sum(stage.seconds for stage in models), max(models, key=lambda stage: stage.seconds, default=None)
     return Stage(
         role=REWARD,
         call="score",
-        workers=len(workers),
-        seconds=samples * each / min(side_by_side, samples),
-        flops=0,
-        bytes=0,
-        bound="functions",
+        workers=count,
+        seconds=max(functions, seconds),
+        flops=sum(stage.flops for stage in models),
+        bytes=sum(stage.bytes for stage in models),
+        bound="functions" if slowest is None or functions > seconds else slowest.bound,
     )

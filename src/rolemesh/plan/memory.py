@@ -27,7 +27,9 @@ adapter of rank r those of the adapter, which P counts too):
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
 | context | on a device: 600 MiB | each process |
-| scoring processes | 120 MiB, and 40 MiB for each of them | reward |
+| weights | P b of each model of the section `reward`, in its own format | reward |
+| activations | T (40 w + 12 i) of the largest of them: one block, nothing is kept | reward |
+| scoring processes | 120 MiB, and 40 MiB for each of them, where there are functions | reward |
 | published weights | 4 buckets (`trainer.bucket_mib`, or the embedding if larger): two packed, two in the object store | each node |
 
 No weights are published where every rollout worker shares a process with the actor.
@@ -51,9 +53,9 @@ from typing import Any, Final
 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.config.schema import Config, LoraConfig
-from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
+from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.plan.ledger import has_device
-from rolemesh.plan.placement import PROCESS_ROLES, scoring_processes
+from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.schema import MemoryLine, PoolMemory
 
 MIB: Final = 1024**2
@@ -72,7 +74,7 @@ SCORING_PROCESS_BYTES: Final = 40 * MIB
 COPY: Final = "copy while saving"
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
-COMPUTING: Final = {"generate": (ROLLOUT,), "score": (REF, CRITIC), "update": (ACTOR, CRITIC)}
+COMPUTING: Final = {"generate": (ROLLOUT,), "score": (REWARD, REF, CRITIC), "update": (ACTOR, CRITIC)}
 """Who computes in the phases of a step that take most of a device."""
 WORKING: Final = ("gathered", "bfloat16 copies", "activations", "logits", "sampling", "passes")
 """Lines of memory that is there only while its role computes."""
@@ -86,9 +88,12 @@ _PREFILL_TOKENS: Final = 1024
 _CACHE_STEP: Final = 16
 
 
-def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], ranks: Mapping[str, int]) -> PoolMemory:
-    """One slot's process of the pool with all its roles. `facts` has the model of each role, `ranks` its number of workers."""
-    roles = [name for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES and name in facts]
+def pool_memory(
+    config: Config, pool: str, facts: Mapping[str, ModelFacts], ranks: Mapping[str, int], judges: Mapping[int, ModelFacts]
+) -> PoolMemory:
+    """One slot's process of the pool with all its roles. `facts` has the model of each role, `ranks` its number of workers, `judges` the
+    models of the section `reward` by entry."""
+    roles = [name for name, role in config.roles.items() if role.pool == pool and name not in config.process_roles and name in facts]
     on_device = has_device(config.pools[pool])
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
@@ -98,17 +103,21 @@ def pool_memory(config: Config, pool: str, facts: Mapping[str, ModelFacts], rank
         if on_device and config.trainer.offload and role in TRAINED:
             asleep = sum(line.bytes for line in mine if line.what in ("weights", "optimizer"))
             models.append(MemoryLine(role=role, what="asleep", bytes=asleep))
+    if judges and config.roles[REWARD].pool == pool:
+        mine = [MemoryLine(role=REWARD, what=what, bytes=count) for what, count in _judges(config, judges, ranks.get(REWARD, 1)).items()]
+        models += [replace(line, on_gpu=on_device) for line in mine]
+        lines += _scoring(config, REWARD)
     if on_device:
         lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:
         lines.append(MemoryLine(role="", what="loading", bytes=max(line.bytes for line in models if line.what == "weights")))
     found = tuple(replace(line, working=line.what in WORKING) for line in (*lines, *models))
-    return PoolMemory(pool=pool, lines=found, phases=_phases(config, roles, found) if on_device else {})
+    return PoolMemory(pool=pool, lines=found, phases=_phases(config, found) if on_device else {})
 
 
-def _phases(config: Config, roles: Sequence[str], lines: Sequence[MemoryLine]) -> dict[str, tuple[MemoryLine, ...]]:
-    """What of the lines of these roles is on their device in each phase in which one of them computes."""
-    found = {}
+def _phases(config: Config, lines: Sequence[MemoryLine]) -> dict[str, tuple[MemoryLine, ...]]:
+    """What of the lines of a slot is on its device in each phase in which one of its roles computes."""
+    found, roles = {}, {line.role for line in lines if line.on_gpu}
     for phase, computing in COMPUTING.items():
         if here := [role for role in computing if role in roles]:
             using = {*computing, *((ACTOR,) if REF in here and config.ref_is_actor else ())}
@@ -119,10 +128,11 @@ def _phases(config: Config, roles: Sequence[str], lines: Sequence[MemoryLine]) -
     return found
 
 
-def cheaper(config: Config, pool: str, facts: Mapping[str, ModelFacts], ranks: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(option, bytes on a device of one slot with it) of each single option with which the pool needs visibly less."""
-    now = pool_memory(config, pool, facts, ranks).gpu_bytes
-    needs = [(option, pool_memory(other, pool, facts, ranks).gpu_bytes) for option, other in _alternatives(config)]
+def cheaper(config: Config, *of: Any) -> list[tuple[str, int]]:
+    """(option, bytes on a device of one slot with it) of each single option with which a pool needs visibly less; `of` are the other
+    arguments of `pool_memory`."""
+    now = pool_memory(config, *of).gpu_bytes
+    needs = [(option, pool_memory(other, *of).gpu_bytes) for option, other in _alternatives(config)]
     return [(option, need) for option, need in needs if need < VISIBLE * now]
 
 
@@ -142,11 +152,24 @@ def _alternatives(config: Config) -> Iterator[tuple[str, Config]]:
 
 def reward_memory(config: Config, role: str) -> PoolMemory:
     """One process of a role that has its own."""
-    scoring = SCORING_BYTES + scoring_processes(config, role) * SCORING_PROCESS_BYTES
-    lines = [MemoryLine(role=role, what="process", bytes=REWARD_PROCESS_BYTES)]
-    if config.backend != "local":
-        lines.append(MemoryLine(role=role, what="scoring processes", bytes=scoring))
-    return PoolMemory(pool=config.roles[role].pool, process=role, lines=tuple(lines))
+    lines = (MemoryLine(role=role, what="process", bytes=REWARD_PROCESS_BYTES), *_scoring(config, role))
+    return PoolMemory(pool=config.roles[role].pool, process=role, lines=lines)
+
+
+def _scoring(config: Config, role: str) -> list[MemoryLine]:
+    if config.backend == "local" or len(config.reward_models) == len(config.reward):
+        return []
+    count = SCORING_BYTES + scoring_processes(config, role) * SCORING_PROCESS_BYTES
+    return [MemoryLine(role=role, what="scoring processes", bytes=count)]
+
+
+def _judges(config: Config, judges: Mapping[int, ModelFacts], ranks: int) -> dict[str, int]:
+    width = {number: 2 if config.reward_models[number].dtype == "bfloat16" else 4 for number in judges}
+    tokens = micro_batch_tokens(config, ranks, minibatches=1)
+    return {
+        "weights": sum(width[number] * facts.body_parameters for number, facts in judges.items()),
+        "activations": max(tokens * (40 * facts.width + 12 * facts.mlp_width) for facts in judges.values()),
+    }
 
 
 def node_memory(config: Config, facts: ModelFacts) -> PoolMemory:

@@ -13,7 +13,7 @@ from rolemesh.config.schema import Config, PoolConfig
 from rolemesh.errors import Problem
 from rolemesh.plan.build import build_plan
 from rolemesh.plan.ledger import GPU, Ledger, process_demand, slot_demand
-from rolemesh.plan.placement import PROCESS_ROLES, parallel_unit, process_cpus
+from rolemesh.plan.placement import parallel_unit, process_cpus
 from rolemesh.plan.schema import Inventory, NodeInfo
 
 PLENTY: Final = 1024
@@ -28,8 +28,8 @@ def needed_nodes(config: Config) -> list[NodeInfo]:
 def _pool_nodes(config: Config, name: str, pool: PoolConfig) -> Iterator[NodeInfo]:
     roomy = NodeInfo(name=f"for pool {name}", cpus=PLENTY, memory_bytes=0, gpu_type=pool.accelerator_type or "", labels=pool.labels)
     ledger = Ledger(index=0, node=roomy, cpus=PLENTY, left={})
-    own = [role for role in PROCESS_ROLES if role in config.roles and config.roles[role].pool == name]
-    slots = any(role.pool == name for other, role in config.roles.items() if other not in PROCESS_ROLES)
+    own = [role for role in config.process_roles if role in config.roles and config.roles[role].pool == name]
+    slots = any(role.pool == name for other, role in config.roles.items() if other not in config.process_roles)
     demand = slot_demand(pool, ledger) if slots else process_demand(process_cpus(config, own[0]) if own else None, ledger)
     beside = process_demand(process_cpus(config, own[0]), ledger).cpus if own and slots else 0.0
     for count in (parallel_unit(config, name),) if pool.nodes == "auto" else pool.nodes:

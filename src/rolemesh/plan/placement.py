@@ -15,13 +15,10 @@ from typing import Final
 
 from rolemesh.config.schema import Config, PoolConfig
 from rolemesh.errors import Problem
-from rolemesh.names import REWARD
 from rolemesh.plan.constraints import eligible, unmet
 from rolemesh.plan.ledger import CPU, GPU, USABLE_SHARE, Ledger, Want, has_device, misfit, number, process_demand, slot_demand
 from rolemesh.plan.spares import place_spares, spare_count, split_off_spares
 
-PROCESS_ROLES: Final = (REWARD,)
-"""Roles with processes of their own instead of places in slots."""
 AUTO_CPU_SLOTS: Final = 8
 """Most slots that pools without devices get on their own; more is the user's word."""
 CPUS_PER_REWARD_PROCESS: Final = 8
@@ -45,12 +42,12 @@ class Placement:
 def place(config: Config, ledgers: list[Ledger]) -> Placement:
     """Place all pools and processes; what they take is taken from `ledgers`."""
     result = Placement()
-    homes = {role.pool for name, role in config.roles.items() if name not in PROCESS_ROLES}
+    homes = {role.pool for name, role in config.roles.items() if name not in config.process_roles}
     slot_pools = {name: pool for name, pool in config.pools.items() if name in homes}
     explicit = {name: pool for name, pool in slot_pools.items() if pool.nodes != "auto"}
     for name, pool in explicit.items():
         _place_explicit(name, pool, ledgers, result)
-    process_roles = [name for name in PROCESS_ROLES if name in config.roles and config.roles[name].pool in config.pools]
+    process_roles = [name for name in config.process_roles if name in config.roles and config.roles[name].pool in config.pools]
     for role in process_roles:
         if config.roles[role].pool not in slot_pools and config.pools[config.roles[role].pool].nodes != "auto":
             _place_process_pool(role, config, ledgers, result)
@@ -68,7 +65,7 @@ def process_cpus(config: Config, role: str) -> float | None:
     """The CPUs that the user typed for one process of the role, if any: its own, or those of a pool that is its alone."""
     own = config.roles[role].cpus
     pool = config.roles[role].pool
-    shared = any(other.pool == pool for name, other in config.roles.items() if name not in PROCESS_ROLES)
+    shared = any(other.pool == pool for name, other in config.roles.items() if name not in config.process_roles)
     return own if own is not None or shared else config.pools[pool].cpus
 
 
@@ -86,7 +83,9 @@ def auto_processes(config: Config, ledger: Ledger) -> int:
 
 def parallel_unit(config: Config, pool: str) -> int:
     """Slots of the pool that have to lie on one node together: what the tensor-parallel sizes of its roles have in common as multiple."""
-    return math.lcm(*(role.tensor_parallel for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES))
+    return math.lcm(
+        *(role.tensor_parallel for name, role in config.roles.items() if role.pool == pool and name not in config.process_roles)
+    )
 
 
 def _open(name: str, pool: PoolConfig, ledgers: list[Ledger]) -> list[Ledger]:
@@ -99,7 +98,7 @@ def _wanted(config: Config, pool: str) -> float:
     """Most slots that the pool's roles can use, spares included; infinite while one takes all there are."""
     if config.backend == "local":
         return 1
-    workers = [role.workers for name, role in config.roles.items() if role.pool == pool and name not in PROCESS_ROLES]
+    workers = [role.workers for name, role in config.roles.items() if role.pool == pool and name not in config.process_roles]
     most = max(math.inf if count == "auto" else count for count in workers)
     return most if most == math.inf else most + spare_count(int(most), config.pools[pool].capacity_factor)
 
@@ -292,7 +291,7 @@ def _auto_budget(config: Config, ledger: Ledger) -> float:
         return ledger.cpus
     taken = sum(held.get(CPU, 0.0) for held in ledger.holders.values())
     reserve = 0.0
-    for role in PROCESS_ROLES:
+    for role in config.process_roles:
         if role in config.roles and config.roles[role].pool in config.pools:
             workers = config.roles[role].workers
             count = auto_processes(config, ledger) if workers == "auto" else workers

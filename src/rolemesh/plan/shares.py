@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rolemesh.config.schema import Config
+from rolemesh.names import REWARD
 from rolemesh.plan.ledger import CPU, USABLE_SHARE, Ledger, amounts_text, has_device, number
 from rolemesh.plan.placement import Placement, process_cpus
 
@@ -62,13 +63,19 @@ def _groups(config: Config, placement: Placement) -> dict[int, dict[tuple[str, s
         for name, counts in counts_by_pool.items():
             pool = config.pools[name]
             for node, count in counts.items():
-                empty = _Group(count=0, typed=pool.cpus, device=has_device(pool))
+                empty = _Group(count=0, typed=pool.cpus, device=has_device(pool), wish=1.0 + _scoring_beside(config, name))
                 nodes.setdefault(node, {}).setdefault(("pool", name), empty).count += count
     for role, counts in placement.processes.items():
         wish = 1.0 + (config.roles[role].processes or 0)
         for node, count in counts.items():
             nodes.setdefault(node, {})["role", role] = _Group(count=count, typed=process_cpus(config, role), wish=wish)
     return nodes
+
+
+def _scoring_beside(config: Config, pool: str) -> int:
+    """Scoring processes that were asked for beside the model of a reward worker in a slot of the pool."""
+    here = [role for name, role in config.roles.items() if name == REWARD and role.pool == pool and name not in config.process_roles]
+    return sum(role.processes or 0 for role in here)
 
 
 def _is_flexible(group: _Group, ledger: Ledger) -> bool:

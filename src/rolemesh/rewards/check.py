@@ -24,6 +24,8 @@ def check_rewards(configs: Sequence[RewardConfig], sources: Sources | None = Non
     that a function does not know or that lack what it needs (`reward_function`)."""
     problems: list[Problem] = []
     for number, config in enumerate(configs):
+        if config.model is not None:
+            continue
         try:
             function = resolve(config.name, REWARDS, subject=f"reward.{number}.name")
         except ConfigError as error:
@@ -44,7 +46,7 @@ def scores_source(config: RewardConfig, source: str) -> bool:
 
 
 def full_reward(configs: Sequence[RewardConfig], source: str) -> float:
-    """The reward of an answer that all functions for its source give 1: the sum of their positive weights."""
+    """The reward of an answer that all functions and models for its source give 1: the sum of their positive weights."""
     return sum(max(config.weight, 0.0) for config in configs if scores_source(config, source))
 
 

@@ -78,15 +78,33 @@ class RewardScorer:
     """Scores samples with the functions of the `reward` section: built-ins by name, a user's own by import path.
 
     A function takes a `Sample` and the options of its entry and may be asynchronous. It returns what `split_result` says. The `executor`
-    must have been made for the same section; it remains the caller's to close.
+    must have been made for the functions of the same section (`functions_of`), None if there are none; it remains the caller's to close.
+    What models say comes from elsewhere.
     """
 
-    def __init__(self, configs: Sequence[RewardConfig], executor: Executor) -> None:
+    def __init__(self, configs: Sequence[RewardConfig], executor: Executor | None) -> None:
         self._executor = executor
         self._parts = [_Part(name=name, config=config) for name, config in zip(part_names(configs), configs, strict=True)]
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """One outcome for each sample, in their order.
+        """What the functions make of the samples; see `outcomes`."""
+        return self.outcomes(samples, self.answers(samples))
+
+    def rows_of(self, number: int, samples: Sequence[Sample]) -> list[int]:
+        """Positions of the samples that entry `number` of the section scores."""
+        return [row for row, sample in enumerate(samples) if scores_source(self._parts[number].config, sample.source)]
+
+    def answers(self, samples: Sequence[Sample]) -> dict[int, list[Answer]]:
+        """By number of the entry what each function says of its samples (`rows_of`)."""
+        rows = {number: self.rows_of(number, samples) for number, part in enumerate(self._parts) if part.config.model is None}
+        if self._executor is None:
+            return {}
+        works = [Work(part=part, sample=samples[row]) for part, mine in enumerate(rows.values()) for row in mine]
+        found = iter(self._executor.run(works))
+        return {number: [next(found) for _ in mine] for number, mine in rows.items()}
+
+    def outcomes(self, samples: Sequence[Sample], answers: Mapping[int, Sequence[Answer]]) -> list[Outcome]:
+        """One outcome for each sample, in their order; `answers` are those of all entries, by number.
 
         The reward is the sum of weight * score over the functions for the sample's source. A sample has none if a function failed, by
         raising, ending its process or returning something else than a number (`error`), took too long (`timeout`), gave a number that
@@ -95,12 +113,10 @@ class RewardScorer:
         Raises RewardError when a function failed for every sample of this call, and has never worked before or has failed on at least
         two prompts since it last did (one prompt alone may be at fault).
         """
-        rows = [[row for row, sample in enumerate(samples) if scores_source(part.config, sample.source)] for part in self._parts]
-        works = [Work(part=part, sample=samples[row]) for part, mine in enumerate(rows) for row in mine]
-        answers = iter(self._executor.run(works))
         scored: list[list[tuple[_Part, _Score]]] = [[] for _ in samples]
-        for part, mine in zip(self._parts, rows, strict=True):
-            scores = [_judged(part, next(answers)) for _ in mine]
+        for number, part in enumerate(self._parts):
+            mine = self.rows_of(number, samples)
+            scores = [_judged(part, answer) for answer in answers[number]]
             _refuse_broken(part, [samples[row] for row in mine], scores)
             for row, score in zip(mine, scores, strict=True):
                 scored[row].append((part, score))
@@ -138,8 +154,13 @@ class RewardScorer:
 _PRECEDENCE: Final[tuple[Status, ...]] = ("error", "timeout", "not_finite", "abstained", "ok")
 
 
+def functions_of(configs: Sequence[RewardConfig]) -> list[RewardConfig]:
+    """The entries that name a function."""
+    return [config for config in configs if config.model is None]
+
+
 def part_names(configs: Sequence[RewardConfig]) -> list[str]:
-    """A name for each entry: that of its function, with #2, #3 ... for one that occurs again."""
+    """A name for each entry: that of its function or model, with #2, #3 ... for one that occurs again."""
     names: list[str] = []
     for number, config in enumerate(configs):
         before = sum(other.name == config.name for other in configs[:number])

@@ -16,7 +16,7 @@ from rolemesh.rewards.results import Extra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One sample for one function: the `part`-th of the `reward` section."""
+    """One sample for one function: the `part`-th of those of the `reward` section."""
 
     part: int
     sample: Sample

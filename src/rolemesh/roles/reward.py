@@ -11,9 +11,10 @@ import pyarrow as pa
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config, RoleConfig
 from rolemesh.names import REWARD
+from rolemesh.protocols.reward import Sample
 from rolemesh.rewards import InProcess, Outcome, RewardScorer, ScoringPool, top_errors
-from rolemesh.rewards.scorer import samples_of
-from rolemesh.rewards.work import Executor
+from rolemesh.rewards.scorer import functions_of, samples_of
+from rolemesh.rewards.work import Answer, Executor
 from rolemesh.runtime import Worker, WorkerContext, register
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,14 @@ class RewardWorker(Worker):
         self._executor = self._make_executor()
         self.scorer = RewardScorer(self.config.reward, self._executor)
 
-    def _make_executor(self) -> Executor:
+    def _make_executor(self) -> Executor | None:
+        functions = functions_of(self.config.reward)
+        if not functions:
+            return None
         if self.config.backend == "local":
-            return InProcess(self.config.reward)
+            return InProcess(functions)
         role = self.config.roles.get(REWARD, RoleConfig())
-        return ScoringPool(self.config.reward, processes=role.processes or max(1, int(role.cpus or 1)))
+        return ScoringPool(functions, processes=role.processes or max(1, int(role.cpus or 1)))
 
     def close(self) -> None:
         """End the processes. `load` starts new ones."""
@@ -56,7 +60,8 @@ class RewardWorker(Worker):
     @register(dispatch="data_parallel", reads=READS, writes=WRITES)
     def score(self, batch: Batch) -> Batch:
         """Total reward and status of every row; a row that cannot be scored has no reward, and says why."""
-        outcomes = self.scorer.score(samples_of(batch))
+        samples = samples_of(batch)
+        outcomes = self.scorer.outcomes(samples, self._answers(batch, samples))
         for outcome in outcomes:
             self.metrics.sum(f"reward/status/{outcome.status}", 1)
             self._record_numbers(outcome.extras)
@@ -71,9 +76,14 @@ class RewardWorker(Worker):
             }
         )
 
+    def _answers(self, batch: Batch, samples: list[Sample]) -> dict[int, list[Answer]]:
+        """What every entry of the section says of its samples."""
+        return self.scorer.answers(samples)
+
     def _record_usage(self) -> None:
         """Who did how much: all processes of all workers should have their share."""
-        assert self._executor is not None
+        if self._executor is None:
+            return
         usage = self._executor.take_usage()
         total = sum(usage.samples)
         self.metrics.max("reward/process/samples_max", max(usage.samples))

@@ -47,7 +47,7 @@ def worker_class(role: str, config: Config) -> type[Worker]:
                 "none",
                 f"Name one with roles.{role}.worker, or leave the role (and options that need it) out",
             )
-        built_in: type[Worker] = registry.load(_ref_worker(config) if role == names.REF else ROLE_WORKERS[role], subject=f"roles.{role}")
+        built_in: type[Worker] = registry.load(_built_in(role, config), subject=f"roles.{role}")
         return built_in
     found: Any = registry.resolve(own, {}, subject=f"roles.{role}.worker")
     if not (isinstance(found, type) and issubclass(found, Worker)):
@@ -59,14 +59,18 @@ def worker_class(role: str, config: Config) -> type[Worker]:
             f"roles.{role}.worker",
             f"{own} must have the registered methods {', '.join(required)}",
             f"no {', '.join(missing)}",
-            f"Derive it from {ROLE_WORKERS[role].replace(':', '.')}",
+            f"Derive it from {_built_in(role, config).replace(':', '.')}",
         )
     called = f"{found.__name__}(context, config=config)"
     registry.check_call(found, [None], {"config": config}, subject=f"roles.{role}.worker", name=own, called=called)
     return found
 
 
-def _ref_worker(config: Config) -> str:
-    if config.ref_is_actor:
+def _built_in(role: str, config: Config) -> str:
+    if role == names.REWARD and config.reward_models:
+        return "rolemesh.roles.reward_model:ModelRewardWorker"
+    if role == names.REF and config.ref_is_actor:
         return "rolemesh.roles.ref:SharedRefWorker"
-    return ROLE_WORKERS[names.REF] if config.trainer.sharding == "none" else "rolemesh.roles.ref:ShardedRefWorker"
+    if role == names.REF and config.trainer.sharding != "none":
+        return "rolemesh.roles.ref:ShardedRefWorker"
+    return ROLE_WORKERS[role]

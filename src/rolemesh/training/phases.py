@@ -72,7 +72,7 @@ async def score(run: TrainingRun, samples: BatchRef) -> BatchRef:
     """Reward every row and, where these roles are there, find its log-probabilities under the reference and the values of its states,
     all side by side. Rows that cannot be scored have no reward; training masks them and the step counts them."""
     groups = run.session.groups
-    async with run.session.holding("score", REF, CRITIC):
+    async with run.session.holding("score", REWARD, REF, CRITIC):
         calls = [groups[REWARD].score(samples)]
         if REF in groups:
             calls.append(groups[REF].logprobs(samples, temperature=run.config.rollout.temperature))
@@ -196,7 +196,7 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
 async def evaluate(run: TrainingRun) -> None:
     """Greedy answers to the held-out prompts, scored like training's."""
     run.recorder.begin_stage("eval", 1)
-    async with run.session.holding("eval", ROLLOUT):
+    async with run.session.holding("eval", ROLLOUT, REWARD):
         values = await evaluation.held_out(run.session, run.eval_set, run.progress.weight_version)
     if run.progress.first_accuracy is None:
         run.progress.first_accuracy = values["eval/accuracy"]

@@ -17,7 +17,7 @@ from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
 from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
 from rolemesh.errors import ConfigError, Problem, ResourceError
-from rolemesh.names import CRITIC
+from rolemesh.names import CRITIC, REWARD
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import RUN_HELPERS, Inventory, Plan, VersionReport, build_plan, check_versions, impossible, with_versions
 from rolemesh.rewards import REWARDS, check_rewards
@@ -110,6 +110,9 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
         if readable:
             _collect(problems, lambda: models.check_lora(config.model))
         _collect(problems, lambda: check_sinks(config.trainer.sinks))
+    if tokenizer is not None and REWARD in site.config.roles:
+        for number in config.reward_models:
+            _collect(problems, partial(_check_reward_model, config, number, tokenizer))
     _collect(problems, lambda: check_engine(config.rollout.engine))
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
@@ -141,6 +144,16 @@ def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | Non
         raise ConfigError.one(
             "algorithm.critic_path", "the critic must have the vocabulary of the policy", free, "Use a model of the same family"
         )
+
+
+def _check_reward_model(config: Config, number: int, policy: PreTrainedTokenizerBase) -> None:
+    """What `check_config` leaves open of a reward model: that transformers reads its config, and its tokenizer fits."""
+    option, model = f"reward.{number}.model", config.reward_models[number]
+    try:
+        models.load_config(model.as_model)
+    except ConfigError as error:
+        raise ConfigError(problems=[replace(problem, subject=f"{option}.path") for problem in error.problems]) from error
+    models.RewardReader(model, policy, option=option)
 
 
 def check_saved_model(folder: Path, checked: Checked) -> None:

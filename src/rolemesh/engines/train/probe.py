@@ -34,7 +34,7 @@ def try_rows(model: nn.Module, forward: Forward, probe: Tensor, *, packing: bool
     found = forward({"input_ids": probe})
     other = probe.clone()
     other[0, -1] = probe[0, -2]
-    if not _near(forward({"input_ids": other})[:, :-1], found[:, :-1]):
+    if not near(forward({"input_ids": other})[:, :-1], found[:, :-1]):
         raise ValueError(
             f"{type(model).__name__} is not causal: a later token changed the prediction of an earlier one; use a causal model"
         )
@@ -49,10 +49,11 @@ def _packs(forward: Forward, probe: Tensor) -> bool:
     rows = [probe[:, :length].roll(shift, 1) for shift, length in enumerate(LENGTHS)]
     packing = Packing.of(np.array(LENGTHS), probe.device)
     packed = forward({"input_ids": torch.cat(rows, 1), "position_ids": packing.position_ids, "packing": packing})
-    return _near(packed, torch.cat([forward({"input_ids": row}) for row in rows], 1))
+    return near(packed, torch.cat([forward({"input_ids": row}) for row in rows], 1))
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
+def near(found: Tensor, expected: Tensor) -> bool:
+    """Equal but for the order in which sums are taken."""
     if found.dtype == torch.float32:
         return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
     return float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())  # products of rows in other company, in bfloat16

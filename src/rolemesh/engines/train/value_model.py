@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rolemesh.config.model_files import model_files
+from rolemesh.config.model_files import model_files, weight_files
+from rolemesh.config.reward_heads import stored_head
 from rolemesh.config.schema import ModelConfig
 from rolemesh.engines.train.forward import last_hidden
 from rolemesh.engines.train.layout import Sliceable
@@ -43,9 +45,12 @@ class ValueModel(nn.Module):
         return last_hidden(self.backbone, inputs)
 
     @classmethod
-    def of_causal(cls, model: nn.Module, *, seed: int) -> ValueModel:
-        """On the body of a language model, which is not copied, with a fresh head drawn from `seed` alone, as wide as the output layer."""
+    def of_causal(cls, model: nn.Module, *, seed: int, stored: nn.Linear | None = None) -> ValueModel:
+        """On the body of a language model, which is not copied, with the head that was stored beside it, or a fresh one drawn from `seed`
+        alone, as wide as the output layer."""
         backbone, prefix = _body(model)
+        if stored is not None:
+            return cls(backbone, stored, prefix)
         width = cast(Any, model).get_output_embeddings().weight.shape[1]
         with torch.no_grad():
             head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")  # its own start would draw from the caller's random state
@@ -60,21 +65,36 @@ class ValueModel(nn.Module):
         heads = [child for child in model.children() if child is not backbone]
         if len(heads) != 1 or not isinstance(heads[0], nn.Linear) or heads[0].out_features != 1:
             found = ", ".join(map(str, heads)) or "nothing"
-            raise ValueError(f"a critic needs one linear layer with one output after the body, found {found} in {type(model).__name__}")
+            raise ValueError(f"a value needs one linear layer with one output after the body, found {found} in {type(model).__name__}")
         return cls(backbone, heads[0], prefix)
+
+
+def read_head(model: ModelConfig) -> nn.Linear | None:
+    """The head with one output that the files of a causal model hold beside it (`stored_head`), in `model.dtype`."""
+    name = stored_head(model.path)
+    if name is None:
+        return None
+    wanted, found = (name, f"{name.removesuffix('weight')}bias"), dict[str, Tensor]()
+    for file in weight_files(model_files(model.path).folder):
+        with safe_open(file, framework="pt") as weights:
+            found |= {key: weights.get_tensor(key) for key in wanted if key in weights.keys()}  # noqa: SIM118 - no mapping
+    head = nn.Linear(found[name].shape[1], 1, bias=len(found) == 2, device="meta")
+    head.load_state_dict({key.rpartition(".")[2]: tensor for key, tensor in found.items()}, assign=True)
+    return head.to(getattr(torch, model.dtype))
 
 
 def load_value_model(model: ModelConfig, *, path: str | None, seed: int) -> ValueModel:
     """The critic's model in float32, from `path` (a folder or built-in model), or from that of the policy, `model`.
 
-    A sequence classifier brings its head; a language model gets a fresh one. The weights depend on the folder and the seed alone.
+    A sequence classifier brings its head, a language model may have one stored beside it or gets a fresh one. The weights depend on the
+    folder and the seed alone.
     Raises ConfigError naming the option when there is no model that can be used.
     """
 
     def load(chosen: ModelConfig) -> ValueModel:
-        if _classifies(chosen):
-            return ValueModel.of_classifier(_read_classifier(chosen))
-        return ValueModel.of_causal(load_model(chosen, seed=seed), seed=seed)
+        if classifies(chosen):
+            return ValueModel.of_classifier(read_classifier(chosen))
+        return ValueModel.of_causal(load_model(chosen, seed=seed), seed=seed, stored=read_head(chosen))
 
     return _chosen(model, path, load)
 
@@ -84,21 +104,22 @@ def open_value_model(model: ModelConfig, *, path: str | None, seed: int) -> tupl
     loading does more than reading (see `open_weights`)."""
 
     def open_(chosen: ModelConfig) -> tuple[ValueModel, Mapping[str, Sliceable]] | None:
-        classifies = _classifies(chosen)
-        opened = open_weights(chosen, AutoModelForSequenceClassification if classifies else AutoModelForCausalLM)
+        has_head = classifies(chosen)
+        opened = open_weights(chosen, AutoModelForSequenceClassification if has_head else AutoModelForCausalLM)
         if opened is None:
             return None
         empty, weights = opened
-        value = ValueModel.of_classifier(empty) if classifies else ValueModel.of_causal(empty, seed=seed)
+        value = ValueModel.of_classifier(empty) if has_head else ValueModel.of_causal(empty, seed=seed, stored=read_head(chosen))
         body = {name.removeprefix(value.prefix): weight for name, weight in weights.items() if name.startswith(value.prefix)}
         head = {name.rpartition(".")[2]: weight for name, weight in weights.items() if not name.startswith(value.prefix)}
-        head = head if classifies else {name: parameter.detach() for name, parameter in value.head.named_parameters()}
+        head = head if has_head else {name: parameter.detach() for name, parameter in value.head.named_parameters()}
         return value, {f"backbone.{name}": weight for name, weight in body.items()} | {f"head.{name}": head[name] for name in head}
 
     return _chosen(model, path, open_)
 
 
-def _classifies(model: ModelConfig) -> bool:
+def classifies(model: ModelConfig) -> bool:
+    """Whether a folder says that it is a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in load_config(model).architectures or ())
 
 
@@ -115,13 +136,14 @@ def _chosen(model: ModelConfig, path: str | None, load: Callable[[ModelConfig], 
         ) from error
 
 
-def _read_classifier(model: ModelConfig) -> nn.Module:
-    """Raises ValueError when the folder does not hold every weight, which would then be random."""
+def read_classifier(model: ModelConfig) -> nn.Module:
+    """A sequence classifier in `model.dtype`. Raises ValueError when the folder does not hold every weight, which would then be random, and
+    what transformers raises (`LOAD_ERRORS`)."""
     config = load_config(model)
     loaded, info = AutoModelForSequenceClassification.from_pretrained(
         model_files(model.path).folder,  # a GGUF file never says that it is a classifier
         config=config,
-        dtype=torch.float32,
+        dtype=getattr(torch, model.dtype),
         attn_implementation=attention(config),
         use_safetensors=True,
         local_files_only=True,
@@ -130,7 +152,7 @@ def _read_classifier(model: ModelConfig) -> nn.Module:
     )
     if info["missing_keys"]:
         raise ValueError(f"weights are missing in its files: {', '.join(sorted(info['missing_keys']))}")
-    return cast(nn.Module, loaded)
+    return cast(nn.Module, loaded.eval())
 
 
 def _body(model: nn.Module) -> tuple[nn.Module, str]:
