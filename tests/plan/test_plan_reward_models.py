@@ -78,11 +78,11 @@ def test_on_devices_of_their_own(plan, tmp_path: Path) -> None:
     assert any("pool judge: 1 of 3 slots hold no worker" in warning for warning in made.warnings)
     need = CONTEXT_BYTES + sum(count for count, _ in found.values())
     assert plan_json(made)["memory"]["judge"]["phases"] == {"score": need}
+    assert [node.gpus for node in needed_nodes(plan.config)] == [2, 3]
     beside = plan("1x8", reward=two, pools={"main": {"nodes": [2], "gpus": 1}}, trainer={"prompts_per_step": 4, "offload": True}).memory[0]
     scoring = {(line.role, line.what) for line in beside.phases["score"]}
     assert {role for role, _ in scoring} == {"", "rollout", "reward"}, "the actor sleeps while answers are scored"
     assert not scoring & {("rollout", "passes"), ("rollout", "sampling")}
-    assert [node.gpus for node in needed_nodes(plan.config)] == [2, 3]
 
 
 def test_a_model_that_does_not_fit_its_device_is_refused(plan, tmp_path: Path) -> None:
