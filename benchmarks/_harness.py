@@ -11,7 +11,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import select
 import statistics
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +63,49 @@ def _turns(names: list[str], rounds: int, warmups: int) -> Iterator[tuple[str, b
 def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
     """Median over rounds of the ratio within a round: how many times as long the first takes as the second."""
     return statistics.median(one / other for one, other in zip(slower, faster, strict=True))
+
+
+class Side:
+    """A program, perhaps of another environment, that runs beside this one: a JSON list [what, arguments...] a line to it, a JSON value a
+    line back. Its first line, which `greet` waits for, is {"version": ...}, or {"missing": why it cannot run}."""
+
+    version = missing = ""
+
+    def __init__(self, name: str, command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> None:
+        """Starts it. `seconds` is the longest that any answer may take."""
+        self._name, self._seconds = name, seconds
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+        )
+
+    def greet(self) -> Side:
+        hello = self.answer()
+        self.version, self.missing = hello.get("version", ""), hello.get("missing", "")
+        return self
+
+    def tell(self, what: str, *parameters: Any) -> None:
+        """Ask without waiting."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps([what, *parameters]).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The next answer."""
+        assert self._process.stdout
+        readable, _, _ = select.select([self._process.stdout], [], [], self._seconds)
+        line = self._process.stdout.readline() if readable else b""
+        if not line:
+            self._process.kill()
+            raise SystemExit(f"{self._name} ended or did not answer in {self._seconds:g} s; run {self._process.args} by hand to see why")
+        return json.loads(line)
+
+    def ask(self, what: str, *parameters: Any) -> Any:
+        self.tell(what, *parameters)
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=self._seconds)
 
 
 def finish(name: str, ratios: Mapping[str, float], packages: Sequence[str], **more: Any) -> None:

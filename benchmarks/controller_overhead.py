@@ -21,11 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import os
-import select
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pyarrow as pa
 import ray
-from _harness import arguments, finish, interleaved_async, median_ratio
+from _harness import Side, arguments, finish, interleaved_async, median_ratio
 
 from rolemesh.batch import Batch, BatchRef, block_meta
 from rolemesh.plan.schema import NodeInfo
@@ -144,55 +141,24 @@ def prompts(backend: Backend, rows: int) -> BatchRef:
 # -- verl -----------------------------------------------------------------------------------------------------------------------
 
 
-class Verl:
-    """verl's side, `_verl_controller.py`, in its own process."""
-
-    def __init__(self, python: str, quick: bool) -> None:
-        script = str(Path(__file__).with_name("_verl_controller.py"))
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            [python, script, *(["--quick"] if quick else [])], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-        )
-        hello = self._answer()
-        self.missing: str = hello.get("missing", "")
-        self.version: str = hello.get("version", "")
-
-    def ask(self, what: str, *parameters: Any) -> float:
-        """Seconds that it took."""
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps([what, *parameters]).encode() + b"\n")
-        self._process.stdin.flush()
-        seconds: float = self._answer()
-        return seconds
-
-    def _answer(self) -> Any:
-        assert self._process.stdout
-        readable, _, _ = select.select([self._process.stdout], [], [], VERL_SECONDS)
-        line = self._process.stdout.readline() if readable else b""
-        if not line:
-            raise SystemExit(f"verl's side ended or did not answer in {VERL_SECONDS:g} s; run {self._process.args} by hand to see why")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=VERL_SECONDS)
-
-
 @contextmanager
-def verl_at(python: str | None, quick: bool) -> Iterator[tuple[Verl | None, str]]:
-    """verl's side, or why there is none."""
+def verl_at(python: str | None, quick: bool) -> Iterator[tuple[Side | None, str]]:
+    """verl's side, `_verl_controller.py`, or why there is none."""
     if not python:
         yield None, "verl: no --verl-python"
         return
-    verl = Verl(python, quick)
+    script = str(Path(__file__).with_name("_verl_controller.py"))
+    verl = Side("verl's side", [python, script, *(["--quick"] if quick else [])], VERL_SECONDS).greet()
     try:
         yield (None, f"verl: {verl.missing}") if verl.missing else (verl, "")
     finally:
         verl.close()
 
 
-def asked(verl: Verl, what: str, *parameters: Any) -> Case:
+def asked(verl: Side, what: str, *parameters: Any) -> Case:
     async def case() -> float:
-        return verl.ask(what, *parameters)
+        seconds: float = verl.ask(what, *parameters)
+        return seconds
 
     return case
 
@@ -200,7 +166,7 @@ def asked(verl: Verl, what: str, *parameters: Any) -> Case:
 # -- the cases ------------------------------------------------------------------------------------------------------------------
 
 
-async def no_op(group: WorkerGroup, actors: Sequence[Any], verl: Verl | None, rounds: int) -> Times:
+async def no_op(group: WorkerGroup, actors: Sequence[Any], verl: Side | None, rounds: int) -> Times:
     """Each side has actors of its own and is called several times in a row: those that were called last are the quickest to answer."""
 
     def row(call: Callable[[], Awaitable[object]]) -> Case:
@@ -225,7 +191,7 @@ async def no_op(group: WorkerGroup, actors: Sequence[Any], verl: Verl | None, ro
 
 
 async def hand_over(
-    groups: Sequence[WorkerGroup], actors: Sequence[Any], verl: Verl | None, megabytes: int, rounds: int
+    groups: Sequence[WorkerGroup], actors: Sequence[Any], verl: Side | None, megabytes: int, rounds: int
 ) -> tuple[Times, dict[str, float]]:
     """Times, and what the controller itself took of ours."""
     (writers, readers), tokens = groups, megabytes * 1_000_000 // (ROWS * TOKEN_BYTES)
@@ -255,7 +221,7 @@ async def hand_over(
     return times, own_ms
 
 
-async def start(backend: Backend, modules: Sequence[str], verl: Verl | None, rounds: int, warmups: int) -> Times:
+async def start(backend: Backend, modules: Sequence[str], verl: Side | None, rounds: int, warmups: int) -> Times:
     async def ours() -> float:
         began = time.perf_counter()
         group = await new_group(backend, "started")
@@ -320,7 +286,7 @@ async def dispatch(rounds: int) -> list[float]:
 # -- the run ----------------------------------------------------------------------------------------------------------------------
 
 
-async def measure(backend: Backend, verl: Verl | None, quick: bool) -> dict[str, Any]:
+async def measure(backend: Backend, verl: Side | None, quick: bool) -> dict[str, Any]:
     """Everything; (what, side) -> seconds of the rounds, and the figures behind."""
     found: dict[str, Times] = {}
     figures: dict[str, float] = {}

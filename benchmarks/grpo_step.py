@@ -61,7 +61,8 @@ class Silent:
         return lambda *_, **__: None
 
 
-def config_of(folder: str) -> Config:
+def config_of(folder: str, *more: str) -> Config:
+    """`more`: further overrides."""
     return load_config(
         "demo",
         [
@@ -69,6 +70,7 @@ def config_of(folder: str) -> Config:
             "trainer.minibatches=1", "trainer.epochs=1", "algorithm.no_signal=train", f"data.max_response_tokens={NEW}", "sft=null",
             f"rollout.slots={PROMPTS * GROUP // WORKERS}", "roles.rollout.worker=grpo_step:EndlessRollout", f"pools.main.nodes=[{WORKERS}]",
             "reward=[{name: 'grpo_step:length_reward'}]", "trainer.micro_batch_tokens=8192", "trainer.save_samples_every=1000000",
+            *more,
         ],
     )  # fmt: skip
 

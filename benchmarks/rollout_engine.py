@@ -10,7 +10,8 @@ mixed   answers end at different times, as real ones do. Lengths are drawn in ad
         Only tokens of answers are counted.
 shared  each prompt is answered 8 times, as group-based algorithms do. distinct: all prompts differ, so no prefill can be shared.
 
-A ratio is the time of `generate` over the time of the engine for the same requests.
+A ratio is the time of `generate` over the time of the engine for the same requests. `deterministic / fast` is what the deterministic mode
+costs, whose answers are the same bits on any number of engines: its time over that of the fast mode.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ SHAPES = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "5M": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "15M": {
         "vocab_size": 4096,
         "hidden_size": 384,
@@ -49,6 +58,14 @@ SHAPES = {
         "num_hidden_layers": 8,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
+    },
+    "25M": {
+        "vocab_size": 2048,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
     },
 }
 
@@ -78,6 +95,13 @@ def make_work(vocabulary: int, answers: int, limit: int, *, mixed: bool, shared:
     prompts = torch.from_numpy(rng.integers(vocabulary, size=(answers // per_prompt, PROMPT_TOKENS))).repeat_interleave(per_prompt, 0)
     lengths = np.ceil(rng.exponential(limit / 4, answers)).clip(1, limit).astype(np.int64) if mixed else np.full(answers, limit)
     return Work(prompts=prompts, lengths=lengths, limit=limit)
+
+
+def made_engine(model: LlamaForCausalLM, limit: int, *, deterministic: bool) -> BuiltinEngine:
+    own, most = LlamaForCausalLM(model.config), {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": limit}
+    engine = BuiltinEngine(own, slots=SLOTS, deterministic=deterministic, **most)
+    engine.load_weights(model.named_parameters(), 0)
+    return engine
 
 
 def engine_run(engine: BuiltinEngine, work: Work) -> Callable[[], None]:
@@ -120,14 +144,12 @@ def main() -> None:
     torch.set_num_threads(1)
     ratios: dict[str, float] = {}
     speeds: dict[str, float] = {}
-    for shape, config in SHAPES.items():
+    for shape in ("1M", "15M"):
+        config = SHAPES[shape]
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None, pad_token_id=None)).eval()
         limit = 16 if options.quick else 128
-        engine = BuiltinEngine(
-            LlamaForCausalLM(model.config), slots=SLOTS, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=limit, deterministic=False
-        )
-        engine.load_weights(model.named_parameters(), 0)
+        engine, deterministic = (made_engine(model, limit, deterministic=mode) for mode in (False, True))
         for lengths in ("equal", "mixed"):
             for prompts in ("shared", "distinct"):
                 if shape == "15M" and prompts == "distinct" and not options.quick:
@@ -137,8 +159,13 @@ def main() -> None:
                 answers = SLOTS if lengths == "equal" or options.quick else 4 * SLOTS
                 work = make_work(config["vocab_size"], answers, tokens, mixed=lengths == "mixed", shared=prompts == "shared")
                 rounds = 1 if options.quick else 9 if shape == "1M" else 3
-                times = interleaved({"engine": engine_run(engine, work), "generate": generate_run(model, work)}, rounds)
+                cases = {"engine": engine_run(engine, work), "generate": generate_run(model, work)}
+                if prompts == "shared":
+                    cases["deterministic"] = engine_run(deterministic, work)
+                times = interleaved(cases, rounds)
                 ratios[case] = median_ratio(times["generate"], times["engine"])
+                if prompts == "shared":
+                    ratios[f"{case}: deterministic / fast"] = median_ratio(times["deterministic"], times["engine"])
                 for who, seconds in times.items():
                     speeds[f"{case} {who}"] = round(float(work.lengths.sum()) / median(seconds))
                 print(f"{case}: {ratios[case]:.2f}", flush=True)

@@ -34,8 +34,8 @@ def test_all_are_listed() -> None:
 def test_a_benchmark_runs(name: str) -> None:
     result = quick_run(name)
     assert result["name"] == name
-    assert result["ratios"]
-    assert min(result["ratios"].values()) > 0
+    assert result["ratios"] or result["skipped"], "without its rival a benchmark has nothing to compare, and says so"
+    assert min(result["ratios"].values(), default=1) > 0
     assert "rolemesh" in result["versions"]
     assert result["machine"]["cpus"] > 0
 

@@ -19,7 +19,8 @@ LAYERS = [
     {"errors", "lazy", "names", "registry", "recipes", "engines"},  # recipes holds YAML files, engines two packages of layer 3
     {"config", "observe"},
     {"plan", "batch", "protocols", "models"},
-    {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights"},
+    {"runtime", "algorithms", "data", "rewards", "engines.train", "engines.rollout", "weights", "serving"},
+    {"environments"},  # judge by the verifiers of rewards
     {"roles"},
     {"training", "doctor", "report"},
     {"cli"},
@@ -36,10 +37,12 @@ HOMES = {
     "vllm": ("engines/rollout/vllm",),
     "sglang": ("engines/rollout/sglang",),
     "transformers": ("models/", "engines/"),
+    "aiohttp": ("serving/",),
     "peft": ("models/lora.py",),
     "tensorboard": ("observe/sinks.py",),
     "reasoning_gym": ("data/", "rewards/"),
     "math_verify": ("rewards/",),
+    "textarena": ("environments/",),
 }
 TORCH_FREE = ("errors.py", "names.py", "registry.py", "config/", "observe/", "plan/")
 NAMED_ONLY = {"transformers", "torch"}
@@ -48,9 +51,11 @@ NAMED_ONLY = {"transformers", "torch"}
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
 LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
-    *(f"models/{module}.py" for module in ("load", "lora", "reward_reader", "save", "tokenizer", "verify")),
-    *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "parameters", "rows", "runner", "sampling")),
-    *(f"roles/{module}.py" for module in ("actor", "critic", "ref", "reward_model", "rollout", "saving", "taker", "trained")),
+    *(f"models/{module}.py" for module in ("copying", "load", "lora", "reward_reader", "save", "tokenizer", "verify")),
+    *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "matrices", "parameters", "rows", "runner")),
+    "engines/rollout/sampling.py",
+    *(f"roles/{module}.py" for module in ("actor", "critic", "episodes", "ref", "reward_model", "rollout", "saving", "taker", "trained")),
+    "engines/rollout/vllm.py",
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 
@@ -59,6 +64,9 @@ SWALLOWS = {
     "cli/main.py": "the end of the process: the trace is printed and the exit code is ours",
     "rewards/functions.py": "a reward function may raise anything; it becomes the state of that sample",
     "runtime/ray/cluster.py": "what Ray raises in a thread of its own is raised again by the one that waits for it",
+    "environments/episodes.py": "a user's environment may raise anything; it becomes the state of that episode",
+    "environments/threads.py": "what a function in a thread raises is raised again by the one that waits for it",
+    "environments/tool_use.py": "a tool may raise anything; the model is told",
     "weights/intake.py": "an engine loads in a thread; what it raises there is raised again by the one that hands the weights over",
     "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",

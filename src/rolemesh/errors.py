@@ -14,6 +14,9 @@
     ├── StaleWrite                   a fact of an older group generation was refused by the KV store
     ├── ValueRefused                 a value is too large for the KV store, or not plain
     ├── LeaseExpired                 a fact was to be bound to a lease that has run out
+    ├── Unavailable                  a request from outside is not answered, with the reason
+    │   ├── Overloaded               too many are open; says when to ask again
+    │   └── RequestRefused           the engine cannot serve what it asks for
     ├── Deadlock                     a wait for resources would never end: the holders wait for each other
     ├── StandStill                   nothing can happen any more in a simulation
     └── RunStopped                   the run ended on purpose (policy), with the reason
@@ -265,6 +268,25 @@ class LeaseExpired(RolemeshError):
     @classmethod
     def message(cls, **fields: Any) -> str:
         return f"the lease of {fields['holder']} ({fields['seconds']:g} s) has run out or was given back. Take a new one"
+
+
+class Unavailable(RolemeshError):
+    """A request from outside is not answered, for the reason given."""
+
+    def __init__(self, text: str, **more: Any) -> None:
+        super().__init__(text=text, **more)
+
+
+class Overloaded(Unavailable):
+    """Too many requests from outside are open. `retry_after` are the seconds after which to ask again."""
+
+    @property
+    def retry_after(self) -> int:
+        return int(self.fields["retry_after"])
+
+
+class RequestRefused(Unavailable):
+    """The engine cannot serve what a request from outside asks for."""
 
 
 class Deadlock(RolemeshError):

@@ -252,6 +252,12 @@ def test_bfloat16_and_deterministic_go_together(check):
     assert check("model.dtype=bfloat16", "deterministic=true") == {}
 
 
+def test_a_publication_waits_for_requests_less_than_a_call_may_take(check):
+    assert "deadlines.call" in check("rollout.serve={in_flight: wait, patience: 60}", "deadlines.call=60")["rollout.serve.patience"].need
+    assert check("rollout.serve={in_flight: wait, patience: 59}", "deadlines.call=60") == {}
+    assert check("rollout.serve={patience: 60}", "deadlines.call=60") == {}
+
+
 def test_detached_needs_processes(check):
     problem = check("cluster.detached=true", "backend=local")["cluster.detached"]
     assert (problem.need, problem.free) == ("needs worker processes", "backend=local")

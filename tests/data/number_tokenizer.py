@@ -15,7 +15,7 @@ class Numbers:
         assert not add_special_tokens
         return {"input_ids": [int(word) if word.isdecimal() else 9 for word in text.split()]}
 
-    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize):
+    def apply_chat_template(self, messages, *, tools=None, add_generation_prompt, tokenize):
         assert add_generation_prompt
         assert not tokenize
         return " ".join(message["content"] for message in messages) + " 7"

@@ -253,3 +253,11 @@ def test_weights_that_are_more_than_read_are_not_read_in_parts(folder):
     weights = load_file(folder / "model.safetensors")
     save_file({name: weight for name, weight in weights.items() if "norm" not in name}, folder / "model.safetensors")
     assert open_weights(ModelConfig(path=str(folder))) is None
+
+
+def test_on_meta_a_model_has_names_and_shapes_alone():
+    config = ModelConfig(dtype="bfloat16")
+    empty, whole = load_model(config, seed=0, device="meta"), load_model(config, seed=0)
+    forms = [{name: (weight.shape, weight.dtype) for name, weight in model.named_parameters()} for model in (empty, whole)]
+    assert forms[0] == forms[1]
+    assert {weight.device.type for weight in empty.parameters()} == {"meta"}

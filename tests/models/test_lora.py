@@ -14,6 +14,7 @@ from rolemesh.engines.train.weights import named_weights
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_model
 from rolemesh.models.lora import (
+    AdapterMerge,
     adapted_names,
     adapter_off,
     add_adapter,
@@ -162,3 +163,32 @@ def test_the_model_below_is_loaded_as_without_an_adapter():
         dict(load_model(ModelConfig(lora=FEW), seed=0).named_parameters()).keys()
         == dict(load_model(ModelConfig(), seed=0).named_parameters()).keys()
     )
+
+
+@pytest.mark.parametrize(("make", "options"), [(llama, {}), (llama, {"tied": True}), (gpt2, {})])
+def test_an_adapter_merged_elsewhere_has_the_same_bits_after_every_change_and_never_drifts(tmp_path: Path, make, options):
+    lora = LoraConfig(rank=2, alpha=6)
+    model = adapted(make, lora, **options)
+    make(**options).save_pretrained(tmp_path)
+    merge = AdapterMerge(ModelConfig(path=str(tmp_path), lora=lora))
+
+    def current(*, adapter_only: bool) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in named_weights(model) if not adapter_only or is_adapter(name)}
+
+    with pytest.raises(ValueError, match="does not have the model's own weights"):
+        list(merge(current(adapter_only=True).items()))
+    start, first = merged(model), current(adapter_only=False)
+    for step in range(5):
+        given = current(adapter_only=step > 0)
+        found = {name: weight.clone() for name, weight in merge(given.items())}
+        [weight.fill_(torch.nan) for weight in given.values()]  # only valid until the next is asked for
+        expected = merged(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), step
+        assert step == 0 or any(not torch.equal(found[name], weight) for name, weight in start.items())
+        with torch.no_grad():
+            [weight.mul_(1.3) for name, weight in model.named_parameters() if is_adapter(name)]
+    with torch.no_grad():
+        [weight.copy_(first[name]) for name, weight in model.named_parameters()]
+    back = dict(merge(current(adapter_only=True).items()))
+    assert all(torch.equal(back[name], weight) for name, weight in start.items()), "from the model's own weights, whatever came between"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rolemesh.config import Config, ModelFacts
-from rolemesh.plan import Inventory, NodeInfo, build_plan
+from rolemesh.plan import Inventory, NodeInfo, build_plan, parse_nodes
 from rolemesh.plan.memory import (
     CONTEXT_BYTES,
     GPU_PROCESS_BYTES,
@@ -56,13 +56,34 @@ def test_every_line_by_its_formula():
         ("actor", "logits"): 50 * 11 * 24,
         ("actor", "copy while saving"): 12 * 1000 // 2,
         ("rollout", "weights"): 4 * 1000,
-        ("rollout", "fused copies"): 3 * 8 * (4 * 5 + 2 * 2 * 5 + 2 * 16) * 4,
+        ("rollout", "fused copies"): (3 * 8 * (2 * 4 * 5 + 2 * 2 * 5 + 3 * 16) + 11 * 8) * 4,
         ("rollout", "KV cache"): 8 * 16 * 2 * 3 * 2 * 5 * 4,
         ("rollout", "sampling"): 7 * 11 * (20 + 4),
         ("rollout", "passes"): (1024 * (4 * 8 + 4 * 5 + 2 * 2 * 5 + 3 * 16) + 2 * 7 * 4 * 16) * 4,
     }
     assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES, ("reward", "scoring processes"): (120 + 40) * 2**20}
     assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward")]  # nothing is published
+
+
+def test_rollout_workers_on_vllm_have_lines_of_their_own():
+    fit = replace(FACTS, head_dim=32)
+    plan = build_plan(config(rollout={"slots": 7, "engine": "vllm"}), inventory(), fit)
+    found = {what: count for (role, what), count in lines(plan).items() if role == "rollout"}
+    assert found == {
+        "libraries": 350 * 2**20,
+        "weights": 4 * 1000,
+        "KV cache": (7 * 1 + 1) * 32 * 2 * 3 * 2 * 32 * 4,  # ten tokens need one block of 32, and one block is vLLM's own
+        "sampling": 7 * 11 * (20 + 4),
+        "passes": 4096 * (4 * 8 + (4 + 2 * 2) * 32 + 3 * 16) * 4,
+        "packed head": 11 * 8 * 4,
+    }
+    assert plan.problems == ()
+    (problem,) = build_plan(config(rollout={"engine": "vllm"}), inventory(), FACTS).problems
+    assert (problem.subject, problem.free) == ("rollout.engine", "5 in tiny")
+    devices = {"main": {"nodes": [2], "gpus": 1}}
+    on_gpus = build_plan(config(rollout={"engine": "vllm"}, pools=devices), parse_nodes("1x2:8c"), FACTS)
+    assert on_gpus.problems == (), "other sizes of a head are no matter there"
+    assert ("rollout", "packed head") not in lines(on_gpus)
 
 
 def test_critic_and_reference_have_formats_of_their_own():
@@ -110,7 +131,7 @@ def test_models_that_sleep_take_memory_of_the_node():
 
 # What stays on a device as long as it is awake, and what computing takes, by the lines of the first test; a critic has 921 parameters.
 ACTOR_HELD, ACTOR_WORKS = 16 * 1000, 50 * 3 * (58 * 20 + 16 * 16) + 50 * 11 * 24
-ROLLOUT_HELD, ROLLOUT_WORKS = 4 * 1000 + 6912 + 30720, 1848 + 495104
+ROLLOUT_HELD, ROLLOUT_WORKS = 4 * 1000 + (1728 + 88) * 4 + 30720, 1848 + 495104
 CRITIC_HELD, CRITIC_WORKS = 16 * 921, 50 * 3 * (58 * 20 + 16 * 16)
 REF_HELD, REF_WORKS = 4 * 1000, 50 * (40 * 20 + 12 * 16) + 50 * 11 * 24
 
@@ -189,7 +210,7 @@ def test_a_device_without_room_names_each_option_with_which_it_would_need_less()
     assert "lora" not in told(**split), "adapters are not split"
 
 
-def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
+def test_bfloat16_halves_the_rollouts_weights_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
     assert found["actor", "weights"] == 4000
     assert found["actor", "bfloat16 copies"] == 2000
@@ -197,6 +218,11 @@ def test_bfloat16_halves_the_rollout_but_the_actor_keeps_float32_and_copies():
     assert found["actor", "optimizer"] == 8000
     assert found["actor", "activations"] == 50 * 3 * (52 * 20 + 8 * 16)
     assert found["rollout", "weights"] == 2000
+    assert found["rollout", "fused copies"] == (3 * 8 * (2 * 4 * 5 + 2 * 2 * 5 + 3 * 16) + 11 * 8) * 2
+    assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 4  # CPUs keep it in float32; devices do not
+    gpus = inventory(gpus=2, gpu_memory_bytes=2**35)
+    found = lines(build_plan(config(model={"dtype": "bfloat16"}, pools={"main": {"nodes": [2], "gpus": 1}}), gpus, FACTS))
+    assert found["rollout", "fused copies"] == (3 * 8 * (4 * 5 + 2 * 2 * 5 + 2 * 16) + 11 * 8) * 2
     assert found["rollout", "KV cache"] == 8 * 16 * 2 * 3 * 2 * 5 * 2
 
 

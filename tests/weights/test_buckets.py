@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rolemesh.errors import StaleWeights
-from rolemesh.weights import Buffer, WeightManifest, pack, plan_buckets, unpack
+from rolemesh.weights import Buffer, Outlet, WeightManifest, pack, plan_buckets, unpack
 
 
 def some_weights() -> dict[str, torch.Tensor]:
@@ -21,9 +21,11 @@ def some_weights() -> dict[str, torch.Tensor]:
     }
 
 
-def packed(weights: dict[str, torch.Tensor], version: int = 5, limit: int = 2**20) -> tuple[WeightManifest, list[Buffer]]:
+def packed(
+    weights: dict[str, torch.Tensor], version: int = 5, limit: int = 2**20, full: bool = True
+) -> tuple[WeightManifest, list[Buffer]]:
     """All buckets of these weights, each in memory that held something else before."""
-    manifest = WeightManifest(version=version, buckets=plan_buckets(weights.items(), limit))
+    manifest = WeightManifest(version=version, buckets=plan_buckets(weights.items(), limit), full=full)
     source = iter(weights.items())
     memories = [np.full(manifest.largest + 100, 255, dtype=np.uint8) for _ in manifest.buckets]
     return manifest, [pack(manifest, number, source, memory) for number, memory in enumerate(memories)]
@@ -81,6 +83,8 @@ def test_tensors_are_taken_one_by_one_and_only_those_of_the_bucket():
         assert len(alive) == sum(len(bucket.names) for bucket in manifest.buckets[: number + 1])
     with pytest.raises(ValueError, match="expected embed, found norm"):
         pack(manifest, 0, iter(list(weights.items())[1:]), np.empty(256, dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"embed must have the shape \[7, 5\] of the manifest, found \[5, 7\]"):
+        pack(manifest, 0, iter([("embed", weights["embed"].t())]), np.empty(256, dtype=np.uint8))
     with pytest.raises(ValueError, match="expected norm, found nothing more"):
         pack(manifest, 1, iter([]), np.empty(256, dtype=np.uint8))
 
@@ -114,6 +118,47 @@ def test_any_flipped_byte_of_header_weights_and_padding_is_refused(at: int):
     buffer[at] ^= 1
     with pytest.raises((ValueError, StaleWeights)):
         unpack(manifest, 0, buffer)
+
+
+def test_a_sampled_checksum_shows_each_page_that_was_not_written():
+    """4 KiB are 1024 float32; of 8 pages behind the header each has one word in the sum."""
+    manifest, (buffer,) = packed({"w": torch.arange(1.0, 8 * 1024 + 1)}, full=False)
+    assert buffer.nbytes == 64 + 8 * 4096
+    for page in range(8):
+        damaged = buffer.copy()
+        damaged[64 + page * 4096 : 64 + (page + 1) * 4096] = 0
+        with pytest.raises(ValueError, match="does not have the checksum"):
+            unpack(manifest, 0, damaged)
+        damaged = buffer.copy()
+        damaged[64 + page * 4096 + 8] ^= 1
+        unpack(manifest, 0, damaged)
+    _, (full,) = packed({"w": torch.arange(1.0, 8 * 1024 + 1)})
+    with pytest.raises(ValueError, match="does not have the checksum"):
+        unpack(manifest, 0, full)
+    values = torch.arange(1.0, 8 * 1024 + 1).numpy().view(np.int64)
+    assert buffer[32:40].view(np.int64)[0] == values[::512].sum()
+    assert full[32:40].view(np.int64)[0] == values.sum()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
+def test_a_cast_in_the_sender_is_the_cast_of_the_receiver_to_the_last_bit(name: str):
+    """Also of what has no exact counterpart: ties, numbers too large or too small, infinities, NaN. Whole numbers stay as they are."""
+    dtype = getattr(torch, name)
+    odd = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -3.4e38, 1e-40, 65520.0, 2.0**-25, torch.inf, -torch.inf, torch.nan]
+    weights = {
+        "odd": torch.tensor(odd),
+        "some": torch.randn(300, 70, generator=torch.Generator().manual_seed(0)),
+        "counts": torch.arange(9),
+    }
+    outlet = Outlet(bucket_bytes=2**20, path="", leads=True)
+    manifest = outlet.begin(3, weights.items(), iter(weights.items()), shared=False, dtype=dtype)
+    assert manifest.buckets[0].dtypes == (name, name, "int64")
+    for key, view in unpack(manifest, 0, outlet.pack(3, 0)):
+        expected = weights[key].to(dtype) if key != "counts" else weights[key]
+        received = torch.empty_like(expected).copy_(weights[key])
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (view, expected, received)]
+        assert torch.equal(bits[0], bits[1])
+        assert torch.equal(bits[0], bits[2])
 
 
 def test_half_written_bucket_is_refused():

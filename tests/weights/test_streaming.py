@@ -1,30 +1,19 @@
-"""A publication within one process: an outlet, a ring, intakes and real engines."""
+"""A publication within one process: an outlet, what it has packed, intakes and real engines."""
 
-import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from rolemesh.config.schema import ModelConfig
 from rolemesh.engines.rollout import create_engine
-from rolemesh.errors import DeadlineExceeded, RolemeshError, StaleWeights
+from rolemesh.errors import DeadlineExceeded, StaleWeights
 from rolemesh.models import load_model
 from rolemesh.protocols.engine import RolloutEngine
-from rolemesh.weights import Intake, Outlet, Ring, WeightManifest, Weights, plan_buckets
+from rolemesh.weights import Intake, Outlet, WeightManifest, Weights, plan_buckets
 
 KIB = 1024
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    path = f"/dev/shm/rolemesh-test-{secrets.token_hex(6)}"
-    yield path
-    Path(path).unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,57 +34,23 @@ def into(engine: RolloutEngine, manifest: WeightManifest, deadline: float = 30.0
     return Intake(manifest, load, waiter="rollout rank 0", deadline=deadline)
 
 
-def test_a_ring_is_one_file_that_readers_follow_when_it_is_replaced(path: str):
-    ring = Ring(100, path)
-    ring.slot(3)[:] = 7
-    reader = Ring.open(path)
-    assert reader.slot_bytes == 100
-    assert reader.slot(3).tolist() == reader.slot(1).tolist() == [7] * 100
-    assert reader.slot(2).tolist() == [0] * 100, "the bucket before is still there"
-    assert not reader.slot(0).flags.writeable
-    assert os.stat(path).st_mode & 0o777 == 0o600
-    assert reader.is_current
-    newer = Ring(50, path)
-    assert not reader.is_current
-    assert reader.slot(1)[0] == 7, "memory that is mapped stays"
-    newer.remove()
-    assert not newer.is_current
-    with pytest.raises(FileNotFoundError):
-        Ring.open(path)
-
-
-def test_a_ring_that_has_no_room_says_so_before_anything_is_written(path: str):
-    with pytest.raises(RolemeshError, match=rf"needs {2 * 2**46} bytes of shared memory for {path}, free are \d+\. .*trainer.bucket_mib"):
-        Ring(2**46, path)
-    assert not Path(path).exists()
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_publications_of_several_buckets_are_bit_equal(model: torch.nn.Module, engine: RolloutEngine, path: str, shared: bool):
-    outlet = Outlet(bucket_bytes=600 * KIB, path=path, leads=True)
-    reader = None
+def test_publications_of_several_buckets_are_bit_equal(model: torch.nn.Module, engine: RolloutEngine):
+    outlet = Outlet(bucket_bytes=600 * KIB, path="", leads=True)
     for version in range(3):
         weights = {name: weight.detach() + version for name, weight in model.named_parameters()}
-        manifest = outlet.begin(version, weights.items(), iter(weights.items()), shared=shared)
+        manifest = outlet.begin(version, weights.items(), iter(weights.items()), shared=False)
         assert len(manifest.buckets) > 5
         intake = into(engine, manifest)
         for number in range(len(manifest.buckets)):
             assert engine.weight_version == -1
-            bucket = outlet.pack(version, number)
-            if shared:
-                reader = reader or Ring.open(path)
-                bucket = reader.slot(number)
-            held = intake.take(number, bucket)
+            held = intake.take(number, outlet.pack(version, number))
         assert held == engine.weight_version == version
-        assert reader is None or reader.is_current, "one file for all publications"
         for name, parameter in engine._parameters._parameters.items():
             assert torch.equal(parameter, weights[name]), name
-    outlet.close()
-    assert not Path(path).exists()
 
 
 def test_a_rank_that_does_not_lead_gives_its_parts_in_step(model: torch.nn.Module):
-    outlet = Outlet(bucket_bytes=600 * KIB, path="", leads=False)
+    outlet = Outlet(bucket_bytes=600 * KIB, path="/nowhere", leads=False)
     weights = list(model.named_parameters())
     source = iter(weights)
     manifest = outlet.begin(0, weights, source, shared=True)
@@ -111,7 +66,7 @@ def test_a_rank_that_does_not_lead_gives_its_parts_in_step(model: torch.nn.Modul
 
 
 def test_F01_missing_doubled_stale_and_half_written_buckets_leave_the_engine_refusing(model: torch.nn.Module, engine: RolloutEngine):
-    outlet = Outlet(bucket_bytes=600 * KIB, path="", leads=True)
+    outlet = Outlet(bucket_bytes=600 * KIB, path="", leads=True, full=True)
     weights = dict(model.named_parameters())
 
     def begin(version: int) -> WeightManifest:
@@ -202,4 +157,4 @@ def test_what_an_engine_refuses_at_once_or_too_slowly_is_raised_to_who_hands_ove
         intake.take(0, outlet.pack(1, 0))
     intake = Intake(manifest, lambda weights: 7, waiter="rollout rank 3", deadline=1)
     with pytest.raises(ValueError, match="the engine holds version 7 but did not wait for bucket 1 of version 1"):
-        intake.take(0, outlet._ring.slot(0))
+        intake.take(0, outlet._own)

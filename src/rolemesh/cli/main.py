@@ -87,6 +87,16 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    arguments: Arguments = None,
+    run: Annotated[str | None, typer.Option(help="Serve the newest checkpoint of this run instead of a recipe's model.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Serve a model over HTTP, as OpenAI does, until interrupted. (A run in training does so with rollout.serve={}.)"""
+    running.serve(arguments or [], run, runs_dir)
+
+
+@app.command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; standard input, a prompt a line, when none are given.")] = None,
     run: Annotated[str | None, typer.Option(help="Answer with the newest checkpoint of this run (default: the newest run).")] = None,

@@ -138,6 +138,19 @@ def _check_output(file: Path) -> None:
         raise ConfigError.one("--output", "must name a file that can be written", f"{problem} ({file})", "Name another file")
 
 
+def serve(arguments: list[str], run: str | None, runs_dir: Path) -> None:
+    """See `rolemesh serve --help`."""
+    if run is None:
+        config = load_config(*recipe_and_overrides(arguments))
+    else:
+        directory = find_run(runs_dir, run)
+        config = load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
+    _prepare_process()
+    from rolemesh.training.tasks import run_serving
+
+    run_serving(config, TrainingDisplay(config.name))
+
+
 def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: Path) -> None:
     """See `rolemesh generate --help`."""
     directory = find_run(runs_dir, run)

@@ -37,7 +37,7 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     the form of those names is checked.
     """
     problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
-    problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config)]
+    problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config), *_serve(config)]
     if training:
         problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
     return problems
@@ -65,6 +65,13 @@ def _cluster(config: Config) -> Iterator[Problem]:
     if config.cluster.detached and config.backend == "local":
         remedy = "Set backend=ray, or leave cluster.detached out"
         yield Problem(subject="cluster.detached", need="needs worker processes", free="backend=local", remedy=remedy)
+
+
+def _serve(config: Config) -> Iterator[Problem]:
+    serve, call = config.rollout.serve, config.deadlines.call
+    if serve is not None and serve.in_flight == "wait" and serve.patience >= call:
+        need = f"must be below deadlines.call, within which the weights have to be taken ({call:g})"
+        yield Problem(subject="rollout.serve.patience", need=need, free=f"{serve.patience:g}", remedy="Lower it, or raise deadlines.call")
 
 
 def _names(config: Config) -> Iterator[Problem]:
@@ -108,6 +115,11 @@ def _code(config: Config, builtins: Mapping[str, Collection[str]]) -> Iterator[P
     """Names of built-ins and import paths of user code. Nothing is imported here."""
     yield from _named("algorithm.name", config.algorithm.name, builtins.get("algorithm.name"))
     yield from _named("rollout.engine", config.rollout.engine, builtins.get("rollout.engine"))
+    if config.environment is not None:
+        yield from _named("environment.name", config.environment.name, builtins.get("environment.name"))
+        yield from _named("environment.parser", config.environment.parser, builtins.get("environment.parser"))
+        for index, tool in enumerate(config.environment.tools):
+            yield from _named(f"environment.tools.{index}", tool, builtins.get("environment.tools"))
     for index, reward in enumerate(config.reward):
         if reward.model is None:
             yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))
@@ -154,6 +166,13 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             need="must be 1 with model.lora: adapters are not split over a row of ranks",
             free=str(config.roles[ACTOR].tensor_parallel),
             remedy="Set roles.actor.tensor_parallel=1; trainer.sharding=fsdp divides the model too",
+        )
+    if config.model.lora is None and config.trainer.publish == "adapter":
+        yield Problem(
+            subject="trainer.publish",
+            need="must be merged without model.lora: there is no adapter",
+            free=repr(config.trainer.publish),
+            remedy="Set trainer.publish=merged, or train an adapter: model.lora.rank=16",
         )
 
 

@@ -26,6 +26,8 @@ def data_problems(config: Config) -> Iterator[Problem]:
     yield from _sources("data.train", data.train)
     if data.eval is not None:
         yield from _sources("data.eval", data.eval)
+    if config.sft is not None and config.sft.train is not None:
+        yield from _source("sft.train", config.sft.train)
     templates = [("data.prompt_template", data.prompt_template)]
     for option, sources in (("data.train", data.train), ("data.eval", data.eval or ())):
         templates += [(f"{option}.{number}.prompt_template", source.prompt_template or "{prompt}") for number, source in enumerate(sources)]

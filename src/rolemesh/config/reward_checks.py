@@ -12,6 +12,8 @@ from rolemesh.config.schema import Config, RewardConfig
 from rolemesh.errors import ConfigError, Problem
 
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*\Z")
+ENVIRONMENT: Final = "environment"
+"""The reward that an environment gives."""
 _OF_FUNCTIONS: Final = ("options", "deadline", "memory_mb")
 
 
@@ -24,6 +26,13 @@ def check_reward(config: Config, builtins: Mapping[str, Collection[str]]) -> Ite
             need="at least one weight must differ from 0",
             free="all weights are 0",
             remedy="Set reward.0.weight=1",
+        )
+    if config.environment is None and any(reward.name == ENVIRONMENT and reward.model is None for reward in config.reward):
+        yield Problem(
+            subject="reward",
+            need=f"the reward {ENVIRONMENT!r} is what an environment gives",
+            free="no section environment",
+            remedy="Add the section, or use another reward",
         )
     for number, model in config.reward_models.items():
         yield from _model(f"reward.{number}", config.reward[number], builtins.get("reward.name", ()))

@@ -146,11 +146,29 @@ class AlgorithmConfig(Section):
     """When no group of a step has any spread in its rewards: train all the same, skip the update, or stop the run."""
 
 
+class ServeConfig(Section):
+    """The policy in training as an OpenAI-compatible endpoint: see docs/serving.md."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The endpoint speaks plain HTTP: anything but loopback shows prompts and the token to the network."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Port; 0 takes a free one, which `status.json` names."""
+    in_flight: Literal["resume", "wait", "abort"] = "resume"
+    """What becomes of requests that run when weights are published: they go on with the new ones, training waits for them (`patience`),
+    or they end with the tokens that they have."""
+    patience: PositiveFloat = 10.0
+    """Seconds that a publication waits for them at most, with `in_flight: wait`; what still runs then ends."""
+    deadline: PositiveFloat = 600.0
+    """Seconds in which a request has to be answered."""
+    requests: Positive = 256
+    """Answers under way at a time; what is asked for beyond is refused (status 429)."""
+
+
 class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "builtin"
-    """Inference engine by name, or an own one by import path."""
+    """Inference engine by name (`builtin`, or `vllm` where it is installed), or an own one by import path."""
     temperature: NotNegativeFloat = 1.0
     """Sampling temperature; above 0 for training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -161,14 +179,35 @@ class RolloutConfig(Section):
     """Sequences that one engine decodes side by side."""
     deadline: PositiveFloat = 1800.0
     """Seconds in which one of several rollout workers has to hand in some answers; then others get its prompts."""
+    serve: ServeConfig | None = None
+    """Answer requests from outside meanwhile, `{}` for the defaults; off when not set."""
+
+
+class EnvironmentConfig(Section):
+    """What happens between the turns of the model, for answers of several turns. Without this section an answer is one turn."""
+
+    name: str = "tools"
+    """Environment by name (`tools`, `reasoning_gym`, `textarena`), or an own class by import path."""
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call: built-in ones by name (`calculator`), own Python functions by import path."""
+    parser: str = "hermes"
+    """How the model writes calls: `hermes` (Qwen), `llama3_json`, `pythonic`, or an own function by import path."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    max_turns: Positive = 8
+    """Turns of the model in one answer; all of them together have at most `data.max_response_tokens`, what lies between included."""
+    max_observation_tokens: Positive = 512
+    """Longest message of the environment, in tokens; a longer one is cut at its end and counted."""
+    deadline: PositiveFloat = 60.0
+    """Seconds for one step of an environment, tools included; then the answer has no reward."""
 
 
 class RewardConfig(Section):
     """One reward function, or model; the rewards of a list are summed by weight."""
 
     name: str = "reasoning_gym"
-    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), or an own function by import path (`my_pkg.rewards:score`). With
-    `model` what to call that one; then `model` when not set."""
+    """Verifier by name (`exact`, `regex`, `math_verify`, `reasoning_gym`), `environment` for what the environment gave, or an own function
+    by import path (`my_pkg.rewards:score`). With `model` what to call that one; then `model` when not set."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     sources: tuple[str, ...] | None = None
@@ -251,7 +290,12 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = False
     """Keep the input of each layer alone for the backward pass and compute the rest again: less memory, a third more work."""
     bucket_mib: Positive = 64
-    """MiB of a bucket in which weights are published to other processes; a node's shared memory holds two."""
+    """MiB of a bucket in which weights are published to other processes: it is checked as a whole, and read while the next is written."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What rollout workers in other processes get of a model with `model.lora`: merged weights; or, after the first time, the adapter
+    alone, which they merge themselves: far less to send, but each of them keeps the model's own weights in float32 as well."""
+    verify_weights: Literal["sample", "full"] = "sample"
+    """What the checksum of a bucket covers: one word of each 4 KiB, which shows what was not written; or every one."""
     offload: bool = False
     """Models under training are moved to host memory while other roles use their devices, and back when it is their turn."""
     learning_rate: NotNegativeFloat = 1e-6
@@ -285,6 +329,8 @@ class TrainerConfig(Section):
 class SftConfig(Section):
     """Supervised fine-tuning: of `rolemesh sft`, and the warm start of `rolemesh train` when the section is given."""
 
+    train: str | None = None
+    """Examples to learn from: a path as of `data.train`; the training prompts themselves when not set."""
     steps: Positive = 100
     """Optimizer steps."""
     batch_size: Positive = 64
@@ -344,6 +390,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig | None = None
     reward: tuple[RewardConfig, ...] = (RewardConfig(),)
     roles: dict[str, RoleConfig] = {"actor": RoleConfig(), "rollout": RoleConfig(), "reward": RoleConfig()}
     pools: dict[str, PoolConfig] = {"main": PoolConfig()}

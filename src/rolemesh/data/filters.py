@@ -18,6 +18,9 @@ from rolemesh.protocols.task import dump_task
 Tokenizer: TypeAlias = Any
 """A tokenizer of `models.load_tokenizer`."""
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Schemas of the tools that chat templates are told of."""
+
 OVERLONG: Final = "overlong"
 IN_EVAL: Final = "in_eval"
 NO_TOKENS: Final = "no_tokens"
@@ -120,22 +123,23 @@ class PromptFilter:
     raises `overlong_error`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, exclude: Collection[str] = frozenset()) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, exclude: Collection[str] = frozenset(), tools: Tools = ()) -> None:
         if TEMPLATE_MARK not in config.prompt_template:
             raise ConfigError.one("data.prompt_template", f"must contain {TEMPLATE_MARK}", repr(config.prompt_template))
         self._config, self._tokenizer, self._exclude = config, tokenizer, exclude
+        self._form: dict[str, Any] = {"chat": config.chat, "tools": tools}
 
     def look(self, problem: Problem) -> Look:
         if problem.key in self._exclude:
             return Look(problem=problem, reason=IN_EVAL)
         prompt = self._templated(problem.prompt)
-        ids: list[int] = encode_prompt(self._tokenizer, prompt, chat=self._config.chat)
+        ids: list[int] = encode_prompt(self._tokenizer, prompt, **self._form)
         limit = self._config.max_prompt_tokens
         if not ids:
             return Look(problem=problem, reason=NO_TOKENS)
         if len(ids) > limit and self._config.overlong in ("error", "drop"):
             return Look(problem=problem, reason=OVERLONG, length=len(ids))
-        text = render_prompt(self._tokenizer, prompt, chat=self._config.chat)
+        text = render_prompt(self._tokenizer, prompt, **self._form)
         messages = json.dumps(as_messages(prompt)) if self._config.chat else None
         return Look(problem=problem, text=text, messages=messages, ids=tuple(self._cut(ids, limit)), length=len(ids))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config, DataConfig, SourceConfig
-from rolemesh.data.filters import DUPLICATE, OVERLONG, Look, PromptFilter, PromptReport, Tokenizer, prompt_batch
+from rolemesh.data.filters import DUPLICATE, OVERLONG, Look, PromptFilter, PromptReport, Tokenizer, Tools, prompt_batch
 from rolemesh.data.mixture import PromptMixture, merged_summary, shares
 from rolemesh.data.prompts import CHECKED_UP_FRONT, PromptStream
 from rolemesh.data.sft import refuse_unanswered
@@ -57,26 +57,31 @@ class _Opened:
     weight: float
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptMixture, EvalSet]:
-    """Training prompts, and held-out ones that share no prompt with them.
+def open_prompts(config: Config, tokenizer: Tokenizer, tools: Tools = ()) -> tuple[PromptMixture, EvalSet]:
+    """Training prompts, and held-out ones that share no prompt with them; chat templates are told of `tools`.
 
     Held-out prompts come from `data.eval`. Without it they come, for each source, from a generated training task by another seed, or are
     set aside from the rows of a training file; then they take at most a fifth of its prompts. Raises ConfigError.
     """
-    train, held_out = _open_both(config, tokenizer)
-    return _mixture(config, train, "order", tokenizer, held_out.keys), held_out
+    train, held_out = _open_both(config, tokenizer, tools)
+    return _mixture(config, train, "order", tokenizer, held_out.keys, tools), held_out
 
 
-def open_sft_prompts(config: Config, tokenizer: Tokenizer) -> PromptMixture:
-    """The training prompts in another order, for supervised batches. Its draw numbers are its own. Raises ConfigError."""
-    train, held_out = _open_both(config, tokenizer)
+def open_sft_prompts(config: Config, tokenizer: Tokenizer, tools: Tools = ()) -> PromptMixture:
+    """The training prompts in another order, or those of `sft.train`, for supervised batches, without the held-out ones. Its draw numbers
+    are its own. Raises ConfigError."""
+    train, held_out = _open_both(config, tokenizer, tools)
+    if config.sft is not None and config.sft.train is not None:
+        train = [_open(config, "train", 0, 1, SourceConfig(path=config.sft.train), None, section="sft")]
     refuse_unanswered(merged_summary([opened.source.summary() for opened in train]))
-    return _mixture(config, train, "sft order", tokenizer, held_out.keys)
+    return _mixture(config, train, "sft order", tokenizer, held_out.keys, tools)
 
 
-def _mixture(config: Config, train: Sequence[_Opened], purpose: str, tokenizer: Tokenizer, exclude: Collection[str]) -> PromptMixture:
+def _mixture(
+    config: Config, train: Sequence[_Opened], purpose: str, tokenizer: Tokenizer, exclude: Collection[str], tools: Tools
+) -> PromptMixture:
     streams = [
-        PromptStream(opened.config, opened.source, tokenizer, _seed(config, purpose, number), exclude, subject=opened.subject)
+        PromptStream(opened.config, opened.source, tokenizer, _seed(config, purpose, number), exclude, subject=opened.subject, tools=tools)
         for number, opened in enumerate(train)
     ]
     return PromptMixture(streams, [opened.weight for opened in train])
@@ -86,7 +91,7 @@ def _seed(config: Config, purpose: str, number: int) -> int:
     return derive_seed(config.seed, f"{purpose} {number}" if number else purpose)
 
 
-def _open_both(config: Config, tokenizer: Tokenizer) -> tuple[list[_Opened], EvalSet]:
+def _open_both(config: Config, tokenizer: Tokenizer, tools: Tools) -> tuple[list[_Opened], EvalSet]:
     data = config.data
     train = [_open(config, "train", number, len(data.train), source, None) for number, source in enumerate(data.train)]
     given = data.train if data.eval is None else data.eval
@@ -96,14 +101,17 @@ def _open_both(config: Config, tokenizer: Tokenizer) -> tuple[list[_Opened], Eva
             held_out = train[number]
         else:
             held_out = _open(config, "eval", number, len(given), given[number], size)
-        parts.append(_hold_out(config, held_out, size, train[number].source if data.eval is None else None, tokenizer, number))
+        parts.append(_hold_out(config, held_out, size, train[number].source if data.eval is None else None, tokenizer, number, tools))
     return train, _eval_set(parts, merged_summary([part.source.summary() for part in parts]) if data.eval is not None else {})
 
 
-def _open(config: Config, option: str, number: int, count: int, source: SourceConfig, size: int | None) -> _Opened:
-    """Open one source of `data.train` or `data.eval`, which has `count` of them; `size` is that of a generated task, if not its own."""
+def _open(
+    config: Config, option: str, number: int, count: int, source: SourceConfig, size: int | None, *, section: str = "data"
+) -> _Opened:
+    """Open one source of `data.train`, `data.eval` or `sft.train`, which has `count` of them; `size` is that of a generated task, if not
+    its own."""
     own = source_config(config.data, source)
-    subject = f"data.{option}.{number}" if count > 1 else f"data.{option}"
+    subject = f"{section}.{option}.{number}" if count > 1 else f"{section}.{option}"
     opened = open_source(
         source,
         own,
@@ -136,11 +144,13 @@ def _eval_set(parts: Sequence[_HeldOut], summary: dict[str, dict[str, int]]) -> 
     )
 
 
-def _hold_out(config: Config, opened: _Opened, size: int, train: ProblemSource | None, tokenizer: Tokenizer, number: int) -> _HeldOut:
+def _hold_out(
+    config: Config, opened: _Opened, size: int, train: ProblemSource | None, tokenizer: Tokenizer, number: int, tools: Tools
+) -> _HeldOut:
     """At most `size` prompts of a source; `train` is the source of training prompts that they are taken from, if they are."""
     source = opened.source
     report = PromptReport(source=f"data.eval {source.name}", problems=len(source))
-    looks = _look_through(opened.config, source, tokenizer, report)
+    looks = _look_through(opened.config, source, tokenizer, report, tools)
     kept = [look for look in looks if look.reason is None]
     if not kept:
         raise ConfigError.one("data.eval", "at least one prompt must be left", str(report), "Change the limits of the data section")
@@ -152,9 +162,9 @@ def _hold_out(config: Config, opened: _Opened, size: int, train: ProblemSource |
     return _HeldOut(source=source, looks=used, keys=keys, report=report)
 
 
-def _look_through(data: DataConfig, source: ProblemSource, tokenizer: Tokenizer, report: PromptReport) -> list[Look]:
+def _look_through(data: DataConfig, source: ProblemSource, tokenizer: Tokenizer, report: PromptReport, tools: Tools) -> list[Look]:
     """Look at every problem; of generated ones that are equal only the first stays. Counts the removed ones."""
-    prompt_filter = PromptFilter(data, tokenizer)
+    prompt_filter = PromptFilter(data, tokenizer, tools=tools)
     looks: dict[str | int, Look] = {}
     for index in range(len(source)):
         problem = source.problem(index)

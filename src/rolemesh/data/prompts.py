@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rolemesh.batch import Batch
 from rolemesh.config.schema import DataConfig
-from rolemesh.data.filters import OVERLONG, Look, PromptFilter, PromptReport, Tokenizer, prompt_batch
+from rolemesh.data.filters import OVERLONG, Look, PromptFilter, PromptReport, Tokenizer, Tools, prompt_batch
 from rolemesh.data.sources import ProblemSource
 from rolemesh.errors import ConfigError
 
@@ -42,11 +42,12 @@ class PromptStream:
         exclude: Collection[str] = frozenset(),
         *,
         subject: str = "data.train",
+        tools: Tools = (),
     ) -> None:
         self.source = source
         self.report = PromptReport(source=f"{subject} {source.name}", problems=len(source))
         self._config, self._seed, self._subject = config, seed, subject
-        self._filter = PromptFilter(config, tokenizer, exclude=exclude)
+        self._filter = PromptFilter(config, tokenizer, exclude=exclude, tools=tools)
         self._epoch, self._position, self._draws = 0, 0, 0
         self._order = self._epoch_order()
         self._usable: NDArray[np.bool_] | None = None

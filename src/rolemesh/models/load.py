@@ -60,11 +60,13 @@ def load_model(model: ModelConfig, *, seed: int, device: str | torch.device = "c
 
     A built-in model gets its weights from `seed` alone: they are the same in every process, and the caller's random state is left as
     it was. A folder gives its own weights, from safetensors files only; a GGUF file gives its weights unpacked, and the model is then
-    like any other, to be trained and saved. Raises ConfigError when files are missing, unreadable, of
-    another kind, or do not hold every weight of the model.
+    like any other, to be trained and saved. On device `meta` no weights are read, and the model has config, names and shapes alone.
+    Raises ConfigError when files are missing, unreadable, of another kind, or do not hold every weight of the model.
     """
     config = load_config(model)
     dtype = getattr(torch, model.dtype)
+    if torch.device(device).type == "meta":
+        return _without_contents(config, dtype)
     loaded = _initialise(config, seed) if model.path in BUILTIN_MODELS else _read(model, config, dtype)
     for module in loaded.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -77,6 +79,11 @@ def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention(config))
+
+
+def _without_contents(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention(config))
 
 
 def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -106,8 +113,7 @@ def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFil
     if packed:
         found = f"{len(packed)} weights in blocks: {_some(packed)}"
         raise ConfigError.one("model.path", f"{files.main} must be unpacked to be trained", found, "Use the model in Hugging Face format")
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype, attn_implementation=attention(config))
+    plain = _without_contents(config, loaded.dtype)
     for name, module in plain.named_modules():  # what no weight file holds, such as the frequencies of rotary positions
         for key, value in module._buffers.items():
             if value is not None:

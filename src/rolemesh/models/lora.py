@@ -154,6 +154,30 @@ def _apart(found: Tensor, expected: Tensor) -> bool:
     return bool(found.numel()) and bool((found - expected).abs().max() > ROUNDING * expected.abs().max())
 
 
+class AdapterMerge:
+    """Merges adapters into the weights of a model, as `merged_weights` does where they are trained: equal ones to equal bits. The model's
+    own weights come with the first adapter and are kept as they are: every later one is merged into these, never into an earlier result."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        assert model.lora is not None
+        with init_empty_weights(include_buffers=False):
+            self._skeleton = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
+        add_adapter(self._skeleton, model.lora, seed=0)
+        self._base: dict[str, Tensor] = {}
+
+    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Merged weights by the names that they have without an adapter. `weights` are those of an adapter, the first time with the
+        model's own, by their names in a model with an adapter. Raises ValueError without the model's own."""
+        given = {name: weight.to("cpu", copy=True) for name, weight in weights}
+        adapter = {name: given.pop(name) for name in list(given) if is_adapter(name)}
+        self._base = given or self._base
+        if not self._base:
+            raise ValueError("an adapter was published to a worker that does not have the model's own weights; publish these with it")
+        names = [name.replace(f".{BASE}.", ".") for name in self._base]
+        for name, _, merge in merged_weights(self._skeleton, names, weight=self._base.__getitem__, whole=adapter.__getitem__):
+            yield name, merge()
+
+
 def saved_name(name: str) -> str:
     """The name that peft gives a weight of an adapter in a file."""
     return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool) -> list[int]:
-    """Token ids of a text, or of chat messages through the tokenizer's template (with `chat`; a text is then one user message).
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Token ids of a text, or of chat messages through the tokenizer's template (with `chat`; a text is then one user message). The
+    template is told of `tools`, schemas as of `tool_schema`.
 
     The ids begin with exactly one BOS if the tokenizer has one: whether the template, the text or the tokenizer itself writes none, one
     or several makes no difference. Raises ConfigError for messages without `chat`, for `chat` without a template, and for
     messages that the template refuses.
     """
-    text = render_prompt(tokenizer, prompt, chat=chat)
+    text = render_prompt(tokenizer, prompt, chat=chat, tools=tools)
     return encode_rendered(tokenizer, text)
 
 
@@ -42,7 +45,9 @@ def as_messages(prompt: str | Messages) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool) -> str:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The text that `encode_prompt` encodes. Raises ConfigError as it does."""
     if not chat:
         if isinstance(prompt, str):
@@ -57,7 +62,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
         )
     messages = as_messages(prompt)
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False))
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         # templates refuse what their model never saw, such as a system message or two turns of one role
         roles = ", ".join(str(message.get("role")) for message in messages)

@@ -134,6 +134,11 @@ class RunDirectory:
         """What the run does now, JSON."""
         return self.path / "status.json"
 
+    @property
+    def serving_token(self) -> Path:
+        """The token that requests from outside need; for its owner's eyes alone."""
+        return self.path / "serving-token"
+
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step}"

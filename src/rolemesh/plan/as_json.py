@@ -83,7 +83,7 @@ def _worker(worker: WorkerPlan, names: list[str]) -> dict[str, Any]:
         "cpus": worker.cpus,
         "gpus": worker.gpus,
     }
-    more = {"resources": worker.resources, "weights": worker.weights}
+    more = {"resources": worker.resources, "weights": worker.weights, "weight_format": worker.weight_format}
     return found | {name: value for name, value in more.items() if value}
 
 

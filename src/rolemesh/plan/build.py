@@ -11,13 +11,14 @@ from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
+from rolemesh.plan import vllm
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
 from rolemesh.plan.memory import WITH_MODEL, cheaper, node_memory, pool_memory, reward_memory
 from rolemesh.plan.placement import Counts, Placement, place, too_many_workers
 from rolemesh.plan.room import check_memory
-from rolemesh.plan.routes import Place, weight_route
+from rolemesh.plan.routes import Place, weight_format, weight_route
 from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.shares import Shares, divide_cpus
 from rolemesh.plan.spares import spare_advice, starved
@@ -63,7 +64,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
     workers |= {ROLLOUT: list(_routed(config, workers))} if ROLLOUT in workers else {}
     models, judges = _models(config, facts, problems), _judges(config, problems)
-    problems += _indivisible(config, models)
+    problems += [*_indivisible(config, models), *vllm.unfit(config, models.get(ROLLOUT))]
     memory = _memory(config, models, judges, inventory.nodes, placement, workers, problems)
     addresses = list(_addresses(config, inventory, workers, problems))
     if problems and inventory.pending:
@@ -154,7 +155,7 @@ def _routed(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator
     processes = {actor.process for actor in actors}
     for taker in workers[ROLLOUT]:
         way = weight_route(_place_of(taker), actors[0], processes, shared_memory=shared) if actors else None
-        yield replace(taker, weights=way)
+        yield replace(taker, weights=way, weight_format=weight_format(config, way) if way else None)
 
 
 def _place_of(worker: WorkerPlan) -> Place:
@@ -275,8 +276,9 @@ def _memory(
     for role, counts in placement.processes.items():
         memory.append(reward_memory(config, role))
         places.append(counts)
-    if ACTOR in models and any(worker.weights != "process" for worker in workers.get(ROLLOUT, ())):
-        memory.append(node_memory(config, models[ACTOR]))
+    routes = {worker.weights for worker in workers.get(ROLLOUT, ())}
+    if ACTOR in models and routes - {"process"}:
+        memory.append(node_memory(config, models[ACTOR], routes))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
     devices = {name: _devices(config, name) for name in config.pools}
     problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks, judges))

@@ -2,9 +2,9 @@
 
 Rough on purpose, and meant to be above the truth: it answers "can this ever fit?" before anything starts. Formats are those that the
 workers use. Trained models and the reference hold float32 weights whatever `model.dtype`, which is the format of matrix products (b
-bytes); rollout workers hold weights and cache in it. With P parameters (P' of a critic: the body alone; of actor, critic and ref what
-one rank holds of them, when a row of ranks splits the model or a column shards it), of which Q are trained (all; of an actor with an
-adapter of rank r those of the adapter, which P counts too):
+bytes); rollout workers hold weights and cache in it, on CPUs the cache of the fast path in float32. With P parameters (P' of a critic: the
+body alone; of actor, critic and ref what one rank holds of them, when a row of ranks splits the model or a column shards it), of which Q
+are trained (all; of an actor with an adapter of rank r those of the adapter, which P counts too):
 
 | what | bytes | who |
 |---|---|---|
@@ -19,10 +19,14 @@ adapter of rank r those of the adapter, which P counts too):
 | logits | 24 min(T vocab, 2^24): logits, log-softmax, entropy and gradient; all T at once where the head is no plain layer | actor, ref |
 | copy while saving | (4 P + 8 Q of all ranks) / ranks, in host memory, with `trainer.async_save`: weights and moments | actor, critic |
 | copy while saving | 4 P, when there is a warm start | ref |
-| fused copies | layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) b, for architectures of the fast path | rollout |
+| fused copies | (layers hidden (heads head_dim + 2 kv_heads head_dim + 2 i) + vocab hidden) b, on the fast path | rollout |
+| fused copies | layers hidden (heads head_dim + i) b more on CPUs, on the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
-| passes | 1024 tokens of prefill, and the attention scores of one decoding step | rollout |
+| passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM 4096 tokens | rollout |
+| KV cache, with vLLM | (slots blocks + 1) 32 2 layers kv_heads head_dim b; blocks of 32 tokens for the longest sequence | rollout |
+| packed head | vocab hidden b, with vLLM on CPUs | rollout |
+| libraries | 350 MiB, with vLLM | rollout |
 | asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
@@ -30,7 +34,9 @@ adapter of rank r those of the adapter, which P counts too):
 | weights | P b of each model of the section `reward`, in its own format | reward |
 | activations | T (40 w + 12 i) of the largest of them: one block, nothing is kept | reward |
 | scoring processes | 120 MiB, and 40 MiB for each of them, where there are functions | reward |
+| shared weights | P b, or 4 P with `trainer.publish` adapter: one file that every process of the node reads | each node |
 | published weights | 4 buckets (`trainer.bucket_mib`, or the embedding if larger): two packed, two in the object store | each node |
+| adapter's base | 4 P: what an adapter that is published alone is merged into | rollout |
 
 No weights are published where every rollout worker shares a process with the actor.
 With activation checkpointing, activations are T (4 layers w) and one block's. T is the tokens of a micro-batch:
@@ -47,15 +53,17 @@ nothing (publication, saves) or the same (evaluation, a warm start).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
+from rolemesh.plan import vllm
 from rolemesh.plan.ledger import has_device
 from rolemesh.plan.placement import scoring_processes
+from rolemesh.plan.routes import Route
 from rolemesh.plan.schema import MemoryLine, PoolMemory
 
 MIB: Final = 1024**2
@@ -98,6 +106,8 @@ def pool_memory(
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
+        if vllm.used_by(config, role):
+            lines.append(MemoryLine(role=role, what="libraries", bytes=vllm.LIBRARIES_BYTES))
         mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
         models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
         if on_device and config.trainer.offload and role in TRAINED:
@@ -172,10 +182,16 @@ def _judges(config: Config, judges: Mapping[int, ModelFacts], ranks: int) -> dic
     }
 
 
-def node_memory(config: Config, facts: ModelFacts) -> PoolMemory:
-    """What the processes of a node share, once."""
-    bucket = min(4 * facts.parameters, max(config.trainer.bucket_mib * MIB, 4 * facts.vocab * facts.hidden))
-    return PoolMemory(pool="", process="node", lines=(MemoryLine(role=ACTOR, what="published weights", bytes=4 * bucket),))
+def node_memory(config: Config, facts: ModelFacts, routes: Collection[Route | None]) -> PoolMemory:
+    """What the processes of a node share, once: weights on their way by these routes."""
+    width = 4 if config.trainer.publish == "adapter" else _width(config)
+    whole, largest = width * facts.parameters, width * facts.vocab * facts.hidden
+    bucket, found = min(whole, max(config.trainer.bucket_mib * MIB, largest)), dict[str, int]()
+    if "shared_memory" in routes:
+        found["shared weights"] = whole
+    if "object_store" in routes:
+        found["published weights"] = 4 * bucket
+    return PoolMemory(pool="", process="node", lines=tuple(MemoryLine(role=ACTOR, what=what, bytes=count) for what, count in found.items()))
 
 
 def _role_lines(config: Config, role: str, facts: ModelFacts, ranks: int) -> Iterator[MemoryLine]:
@@ -231,11 +247,20 @@ def _logits(tokens: int, facts: ModelFacts) -> int:
 
 
 def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = _width(config)
     query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     found = {"weights": facts.parameters * width}
-    if facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
-        found["fused copies"] = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate) * width
+    if config.trainer.publish == "adapter":
+        found["adapter's base"] = 4 * facts.parameters
+    if vllm.used_by(config, role):
+        return found | vllm.memory(config, facts, longest=_longest(config, facts), width=width)
+    on_host = not has_device(config.pools[config.roles[role].pool])
+    if fast := facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
+        fused = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate)
+        others = facts.layers * facts.hidden * (query + facts.intermediate)
+        found["fused copies"] = (fused + (others if on_host else 0) + facts.vocab * facts.hidden) * width
+    if fast and on_host:
+        width = 4
     slots, columns = cache_shape(config, facts)
     prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width)
     return found | {
@@ -245,12 +270,21 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     }
 
 
+def _width(config: Config) -> int:
+    """Bytes of a number where weights are served."""
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
 def cache_shape(config: Config, facts: ModelFacts) -> tuple[int, int]:
     """(rows, columns) of the built-in engine's cache, without the row that remembers a prompt."""
-    length = config.data.max_prompt_tokens + config.data.max_response_tokens
-    columns = min(length, facts.context) if facts.context else length
     rows = max(config.rollout.slots, 2)
-    return _up(rows, _CACHE_STEP) if config.deterministic else rows, _up(columns, _CACHE_STEP)
+    return _up(rows, _CACHE_STEP) if config.deterministic else rows, _up(_longest(config, facts), _CACHE_STEP)
+
+
+def _longest(config: Config, facts: ModelFacts) -> int:
+    """Most tokens of a sequence."""
+    length = config.data.max_prompt_tokens + config.data.max_response_tokens
+    return min(length, facts.context) if facts.context else length
 
 
 def _up(value: int, step: int) -> int:

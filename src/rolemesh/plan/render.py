@@ -113,12 +113,13 @@ def _roles_table(plan: Plan) -> Table:
 
 
 def _weight_ways(plan: Plan) -> str:
-    """`rollout 0-1 in the actor's process; rollout 2 through shared memory`."""
-    ranks: dict[tuple[str, Route], list[int]] = {}
+    """`rollout 0-1 in the actor's process; rollout 2 through shared memory in bfloat16`."""
+    ranks: dict[tuple[str, Route, str], list[int]] = {}
     for worker in plan.workers:
         if worker.weights is not None:
-            ranks.setdefault((worker.role, worker.weights), []).append(worker.rank)
-    return "; ".join(f"{role} {ranges(found, _RANGES)} {ROUTE_WORDS[route]}" for (role, route), found in ranks.items())
+            sent = f" in {worker.weight_format}" if worker.weight_format else ""
+            ranks.setdefault((worker.role, worker.weights, sent), []).append(worker.rank)
+    return "; ".join(f"{role} {ranges(found, _RANGES)} {ROUTE_WORDS[route]}{sent}" for (role, route, sent), found in ranks.items())
 
 
 def _add_helpers(table: Table, plan: Plan) -> None:

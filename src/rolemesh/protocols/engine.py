@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -33,10 +34,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One answer to make. `id` is (draw, sample) and, with the seed, decides the random numbers."""
+    """One answer to make. `id` is (draw, sample)."""
 
     id: tuple[int, int]
     prompt_ids: Sequence[int]
+    counter: tuple[int, int] | None = None
+    """Decides, with the seed, the random numbers, in place of the id: for requests that are repeated, or that differ in their ids alone."""
+    start: int = 0
+    """How many tokens at the end of `prompt_ids` belong to the answer already, where one turn of an episode follows another: they count
+    against the length of the answer, and its random numbers go on behind them."""
 
 
 class WeightSpan(NamedTuple):
@@ -77,6 +83,22 @@ class EngineHealth:
     """Sampled since the engine was made."""
 
 
+class LastingWeights:
+    """Weights for `load_weights` that stay where they are, in memory for reading only, until the engine is given others: it may keep the
+    tensors in place of parameters of its own, and sets `kept` then. Of any other iterator a tensor is only valid until the next is asked
+    for."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.kept = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._weights)
+
+
 class RolloutEngine(Protocol):
     """Token ids in, token ids out. Not thread safe: one thread drives it."""
 
@@ -87,6 +109,12 @@ class RolloutEngine(Protocol):
     """`after_temperature`, or the engine is refused when it is made: training compares them with its own."""
     in_flight: frozenset[InFlight]
     """What `load_weights` can do with running sequences."""
+    filters: bool
+    """Whether top-k and top-p are served, with log-probabilities over all tokens all the same; else `add` refuses them."""
+    sleeps: bool
+    """Whether `sleep` gives memory back; else it raises NotImplementedError."""
+    needs_contents: bool
+    """Whether the model that the engine is made with must hold numbers; else config, names and shapes are enough (`meta` device)."""
 
     @property
     def weight_version(self) -> int:
@@ -116,6 +144,10 @@ class RolloutEngine(Protocol):
         """Requests queued or running."""
         ...
 
+    def so_far(self, ids: Iterable[tuple[int, int]]) -> list[Completion]:
+        """What `abort` would return for those of the given requests that have begun; they go on."""
+        ...
+
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
         """End the given requests (all when None) and return what they have so far, finish_reason `abort`."""
         ...
@@ -128,13 +160,14 @@ class RolloutEngine(Protocol):
         """Go on after `pause` or `drain`."""
         ...
 
-    def drain(self) -> list[Completion]:
-        """Begin nothing new, run what runs to its end, and return it. The engine is paused then. Raises StaleWeights at version -1."""
+    def drain(self, seconds: float = math.inf) -> list[Completion]:
+        """Begin nothing new, run what runs to its end, or for so long, and return what has ended. The engine is paused then. Raises
+        StaleWeights at version -1."""
         ...
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give memory back: keys and values, and the weights, which are kept in host memory or dropped. Version -1 from now on.
-        Raises ValueError while sequences run. Idempotent."""
+        Raises ValueError while sequences run, and NotImplementedError as `sleeps` says. Idempotent."""
         ...
 
     def wake(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,10 +16,20 @@ class Sample:
     source: str
     prompt: str
     response: str
+    """All that the model wrote, and in an answer of several turns all that it was told between them."""
     answer: str | None
     task: Mapping[str, Any]
     """What the verifier of the source needs beyond the answer (for reasoning-gym: the whole entry)."""
     finish_reason: str
+    turns: Sequence[Mapping[str, Any]] = ()
+    """Of an answer of several turns: {"role", "text", "tokens"} each, `assistant` for the model."""
+    environment_reward: float | None = None
+    """What the environment gave."""
+
+    @property
+    def final(self) -> str:
+        """The model's last turn: what is judged as its answer. All of the response where there are no turns."""
+        return next((str(turn["text"]) for turn in reversed(self.turns) if turn["role"] == "assistant"), self.response)
 
 
 class RewardFunction(Protocol):

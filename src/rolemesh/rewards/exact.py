@@ -11,7 +11,7 @@ def exact(sample: Sample, *, ignore_case: bool = False) -> float:
     """1 if response and answer are equal, else 0. White space at both ends does not count, and inside any run of it counts as one space."""
     if sample.answer is None:
         raise ValueError("the problem has no reference answer")
-    return float(_normal(sample.response, ignore_case) == _normal(sample.answer, ignore_case))
+    return float(_normal(sample.final, ignore_case) == _normal(sample.answer, ignore_case))
 
 
 def _normal(text: str, ignore_case: bool) -> str:

@@ -44,7 +44,7 @@ def math_verify(sample: Sample) -> float:
     expected = _parse(gold)
     if expected is None:
         raise ValueError(f"the reference answer cannot be verified: {gold[:MAX_CHARACTERS]!r} is no expression, or too large to compare")
-    given = final_answer(sample.response)
+    given = final_answer(sample.final)
     if given is None:
         return 0.0
     if given == gold:

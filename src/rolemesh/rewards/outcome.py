@@ -13,7 +13,7 @@ from rolemesh.batch import Batch
 from rolemesh.batch.columns import EXTRA
 from rolemesh.rewards.results import ERROR_KEY, Extra
 
-Status: TypeAlias = Literal["ok", "error", "timeout", "not_finite", "abstained"]
+Status: TypeAlias = Literal["ok", "error", "timeout", "not_finite", "abstained", "environment"]
 
 ERROR_COLUMN: Final = f"{EXTRA}{ERROR_KEY}"
 
@@ -26,7 +26,8 @@ class Outcome:
     """Weighted sum of the parts; None unless the status is `ok`."""
     status: Status = "ok"
     error: str = ""
-    """For `error`, `timeout` and `not_finite`: the function, the type of the failure and its message."""
+    """For `error`, `timeout` and `not_finite`: the function, the type of the failure and its message. For `environment`: what it failed
+    with."""
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Score of each function after its threshold, before its weight."""
     extras: Mapping[str, Extra] = field(default_factory=dict)

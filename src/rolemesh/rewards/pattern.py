@@ -29,11 +29,11 @@ def regex(sample: Sample, *, pattern: str, ignore_case: bool = False) -> float:
     match is right, and no reference answer is needed. A response without a match is wrong. Python's `re` syntax; a pattern that takes
     for ever on some response is ended by the deadline. Raises ValueError when a reference answer is needed and missing.
     """
-    found = re.search(pattern, sample.response, re.IGNORECASE if ignore_case else 0)
+    found = re.search(pattern, sample.final, re.IGNORECASE if ignore_case else 0)
     if found is None:
         return 0.0
     return exact(_answering(sample, found.group(1) or ""), ignore_case=ignore_case) if found.re.groups else 1.0
 
 
 def _answering(sample: Sample, text: str) -> Sample:
-    return dataclasses.replace(sample, response=text)
+    return dataclasses.replace(sample, response=text, turns=())

@@ -26,7 +26,7 @@ def reasoning_gym(sample: Sample, *, tag: str | None = None) -> float:
     missing = [key for key in ("task", "entry") if key not in sample.task]
     if missing:
         raise ValueError(f"Sample.task lacks {' and '.join(missing)}; it has {', '.join(sample.task) or 'nothing'}")
-    answer = sample.response.strip() if tag is None else _tagged(sample.response, tag)
+    answer = sample.final.strip() if tag is None else _tagged(sample.final, tag)
     if answer is None:
         return 0.0
     entry = sample.task["entry"]

@@ -7,6 +7,7 @@ anything.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,7 @@ def part_names(configs: Sequence[RewardConfig]) -> list[str]:
 def samples_of(batch: Batch) -> list[Sample]:
     """The rows of a batch as reward functions see them."""
     columns = [batch.scalars(name) for name in ("source", "prompt", "response", "answer", "task", "finish_reason")]
+    columns += [batch.scalars(name) if name in batch.names else [None] * len(batch) for name in ("turns", "environment_reward")]
     return [
         Sample(
             draw=int(draw),
@@ -181,8 +183,10 @@ def samples_of(batch: Batch) -> list[Sample]:
             answer=answer,
             task=load_task(task),
             finish_reason=finish_reason,
+            turns=json.loads(turns) if turns else (),
+            environment_reward=None if earned is None or math.isnan(earned) else float(earned),
         )
-        for (draw, number), source, prompt, response, answer, task, finish_reason in zip(batch.ids, *columns, strict=True)
+        for (draw, number), source, prompt, response, answer, task, finish_reason, turns, earned in zip(batch.ids, *columns, strict=True)
     ]
 
 

@@ -91,6 +91,8 @@ def dump_sample(sample: Sample) -> dict[str, Any]:
         "answer": sample.answer,
         "task": dump_task(sample.task),
         "finish_reason": sample.finish_reason,
+        "turns": list(sample.turns),
+        "environment_reward": sample.environment_reward,
     }
 
 

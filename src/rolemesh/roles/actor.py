@@ -24,7 +24,7 @@ from rolemesh.observe import Metrics
 from rolemesh.roles.saving import GATHERED
 from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes, reads_parts
 from rolemesh.runtime import WorkerContext, register, shared_file
-from rolemesh.weights import Buffer, Outlet, WeightManifest, Weights
+from rolemesh.weights import Buffer, Content, Outlet, WeightManifest, Weights
 
 if TYPE_CHECKING:
     from rolemesh.protocols.algorithm import StepTerms, TokenBatch
@@ -47,7 +47,13 @@ class ActorWorker(TrainedWorker):
         super().__init__(context)
         self.config = config
         self.algorithm = create_algorithm(config)
-        self._outlet = Outlet(bucket_bytes=config.trainer.bucket_mib * 2**20, path=shared_file("weights"), leads=context.rank == 0)
+        trainer = config.trainer
+        self._outlet = Outlet(
+            bucket_bytes=trainer.bucket_mib * 2**20,
+            path=shared_file("weights"),
+            leads=context.rank == 0,
+            full=trainer.verify_weights == "full",
+        )
 
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder or from the seed."""
@@ -128,16 +134,29 @@ class ActorWorker(TrainedWorker):
 
     # -- weights and checkpoints ---------------------------------------------------------------------------------------------
 
-    @register(dispatch=GATHERED, stores=True)
-    def publish(self, version: int, number: int, *, shared: bool, stored: bool) -> tuple[WeightManifest | None, Buffer | None]:
-        """Pack bucket `number` of a version, one after the other; the first brings the manifest of all. It lies in the node's shared
-        memory, or is answered as a stored object, or both. Other ranks than the first only give their parts."""
-        manifest = None
-        if number == 0:
+    @register(dispatch=GATHERED)
+    def publish(self, version: int, *, content: Content, dtype: str, shared: bool) -> WeightManifest:
+        """Begin to publish a version: returns the manifest of what `pack` answers bucket by bucket, or `fill` writes into the node's shared
+        memory, in number format `dtype`. Other ranks than the first only give their parts."""
+        if content == "merged":
             forms, weights = self.engine.empty_weights(), self.named_weights()
-            manifest = self._outlet.begin(version, forms, weights, shared=shared)
-        bucket = self._outlet.pack(version, number)
-        return manifest, bucket if stored else None
+        else:
+            only = content == "adapter"
+            forms, weights = self.engine.empty_parts(adapter_only=only), self.engine.parts(adapter_only=only)
+        manifest = self._outlet.begin(version, forms, weights, shared=shared, dtype=getattr(torch, dtype), content=content)
+        if self.context.rank == 0:
+            self.metrics.sum("weights/bytes", manifest.nbytes)
+        return manifest
+
+    @register(dispatch=GATHERED, stores=True)
+    def pack(self, version: int, number: int) -> tuple[None, Buffer | None]:
+        """Bucket `number` of the version that was begun, one after the other, as a stored object."""
+        return None, self._outlet.pack(version, number)
+
+    @register(dispatch=GATHERED)
+    def fill(self, version: int) -> None:
+        """All buckets of the version that was begun, into the node's shared memory."""
+        self._outlet.fill(version)
 
     @register(dispatch="all")
     def give_parts(self) -> None:

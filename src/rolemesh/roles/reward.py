@@ -18,11 +18,11 @@ from rolemesh.rewards.work import Answer, Executor
 from rolemesh.runtime import Worker, WorkerContext, register
 
 logger = logging.getLogger(__name__)
-READS = ("source", "prompt", "response", "answer", "task", "finish_reason")
+READS = ("source", "prompt", "response", "answer", "task", "finish_reason", "turns", "environment_reward", "environment_error")
 DETAILS = "extra/reward_details"
 """JSON of what the functions returned beside the score, and of errors: one column, so that every rank writes the same ones."""
 WRITES = ("reward", "reward_status", DETAILS)
-SAMPLE_COLUMNS = (*READS, *WRITES, "response_length", "weight_version", "weight_spans", "engine", "advantage")
+SAMPLE_COLUMNS = (*READS, *WRITES, "response_mask", "response_length", "weight_version", "weight_spans", "engine", "advantage")
 
 
 class RewardWorker(Worker):
@@ -60,8 +60,7 @@ class RewardWorker(Worker):
     @register(dispatch="data_parallel", reads=READS, writes=WRITES)
     def score(self, batch: Batch) -> Batch:
         """Total reward and status of every row; a row that cannot be scored has no reward, and says why."""
-        samples = samples_of(batch)
-        outcomes = self.scorer.outcomes(samples, self._answers(batch, samples))
+        outcomes = self._judge(batch)
         for outcome in outcomes:
             self.metrics.sum(f"reward/status/{outcome.status}", 1)
             self._record_numbers(outcome.extras)
@@ -75,6 +74,14 @@ class RewardWorker(Worker):
                 DETAILS: pa.array([_details(outcome) for outcome in outcomes], pa.large_string()),
             }
         )
+
+    def _judge(self, batch: Batch) -> list[Outcome]:
+        """An outcome for each row. Rows whose environment failed are not scored: what they are worth is not known."""
+        errors = batch.scalars("environment_error") if "environment_error" in batch.names else [None] * len(batch)
+        sound = batch.take([row for row, error in enumerate(errors) if error is None])
+        samples = samples_of(sound)
+        scored = iter(self.scorer.outcomes(samples, self._answers(sound, samples)) if samples else ())
+        return [next(scored) if error is None else Outcome(reward=None, status="environment", error=error) for error in errors]
 
     def _answers(self, batch: Batch, samples: list[Sample]) -> dict[int, list[Answer]]:
         """What every entry of the section says of its samples."""

@@ -5,12 +5,15 @@ a new process, or is idle again, and has taken the weights that the others serve
 begins, and when no replica is left. With an engine that samples by counter, in its deterministic mode, the answers are the same, bit
 for bit, whoever makes them.
 
+Between rounds, beside them, and between the calls of other roles it also answers single requests: `answer`, see `rollout_requests.py`.
+
 A process that other roles live in too is not replaced here, since they hold more than published weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +25,19 @@ from rolemesh.batch import BatchRef
 from rolemesh.errors import DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.observe import Metrics
 from rolemesh.protocols.backend import Report
+from rolemesh.protocols.engine import Sampling
+from rolemesh.protocols.requests import Growing, News
+from rolemesh.roles.rollout_requests import LATER, Requests
 from rolemesh.roles.rollout_round import Round
 from rolemesh.runtime import CallRecord, WorkerGroup, together
+from rolemesh.runtime.calls import named
 
 PIECEWISE: Final = frozenset({"take_on", "hand_in"})
 """Methods of a worker by which it can generate in pieces."""
 REPLACEMENTS = 3
 """New processes that a replica gets in a run."""
+SLICE_SECONDS, SLICES = 0.05, 20
+"""How long a worker goes on with single requests before it takes up what else it is to do; and how often that is told as one call."""
 FAULTS = 2
 """Replicas that may raise in a round; the last one's error is then taken for the request's."""
 
@@ -58,12 +67,24 @@ class RolloutManager(WorkerGroup):
     """Calls so far, by the id of the one call that they are told as."""
     _answer_tokens: float | None = field(default=None, init=False)
     """Mean length of the answers of the last round."""
+    _round: Round | None = field(default=None, init=False)
+    requests: Requests = field(init=False)
 
     def __post_init__(self) -> None:
         WorkerGroup.__post_init__(self)
         size = self.tensor_parallel
         self.replicas = [Replica(tuple(range(first, first + size))) for first in range(0, self.world_size, size)]
         self._turn = asyncio.Lock()
+        rollout = self.worker_kwargs["config"].rollout
+        self.requests = Requests(
+            most=rollout.serve.requests if rollout.serve is not None else sys.maxsize,
+            slots=rollout.slots,
+            serving=lambda: [index for index, replica in enumerate(self.replicas) if replica.out is None],
+            loads=lambda: self._round.loads if self._round is not None else {},
+            talk=self._talk,
+            pump=self._pump,
+            lost=lambda index, error: self._put_out(self.replicas[index], error),
+        )
 
     # -- weights --------------------------------------------------------------------------------------------------------------
 
@@ -116,7 +137,10 @@ class RolloutManager(WorkerGroup):
             raise error
 
     def _put_out(self, replica: Replica, error: RolemeshError) -> None:
+        if replica.out is not None:
+            return
         replica.out = error
+        self.requests.move_from(self.replicas.index(replica), error)
         self.tell(f"{self._name_of(replica)} serves no more, {len(self._serving())} of {len(self.replicas)} do: {error}")
 
     def _name_of(self, replica: Replica) -> str:
@@ -138,6 +162,7 @@ class RolloutManager(WorkerGroup):
         for replica in ready:
             replica.out = None
             self.tell(f"{self._name_of(replica)} serves again")
+        self.requests.place_waiting()
 
     async def _is_ready(self, replica: Replica) -> bool:
         try:
@@ -167,7 +192,8 @@ class RolloutManager(WorkerGroup):
 
         Raises what a single call would raise: the last error when no replica is left, or when a second one raises. One round goes on at
         a time; others wait for it as long as a call may take (DeadlineExceeded)."""
-        if len(self.replicas) == 1 or not self._methods.keys() >= PIECEWISE or not len(batch):
+        alone = len(self.replicas) == 1 and self.worker_kwargs["config"].rollout.serve is None  # else others wait for the whole round
+        if alone or not self._methods.keys() >= PIECEWISE or not len(batch):
             return await self._generate_at_once(batch, settings)
         try:
             async with asyncio.timeout(self.deadlines.call):
@@ -197,10 +223,17 @@ class RolloutManager(WorkerGroup):
         await self._bring_back()
         await self._require_one()
         expected = self._answer_tokens or config.data.max_response_tokens
-        round_ = Round(batch, replicas=len(self.replicas), slots=config.rollout.slots, answer=expected)
-        with self._as_one(name, "generate") as metrics:
-            await self._run(round_, batch, {"round": name, **settings}, config.rollout.deadline)
-            metrics.merge(round_.metrics())
+        slots = config.rollout.slots
+        if config.environment is not None:  # most of an episode may be waiting, so that a replica holds its share of all at once
+            slots = max(slots, -(-len(batch) // len(self.replicas)))
+        round_ = Round(batch, replicas=len(self.replicas), slots=slots, answer=expected)
+        self._round = round_
+        try:
+            with self._as_one(name, "generate") as metrics:
+                await self._run(round_, batch, {"round": name, **settings}, config.rollout.deadline)
+                metrics.merge(round_.metrics())
+        finally:
+            self._round = None
         self._answer_tokens = round_.tokens.total() / len(batch)
         if warning := round_.uneven():
             self.tell(warning)
@@ -222,6 +255,8 @@ class RolloutManager(WorkerGroup):
                     index, error = busy.pop(task), task.exception()
                     if error is None:
                         round_.take(index, task.result())
+                        if self.replicas[index].out is not None:  # a single request has found it late
+                            round_.give_back(index)
                     elif isinstance(error, WorkerError | DeadlineExceeded):
                         round_.give_back(index)
                         self._put_out(self.replicas[index], error)
@@ -241,6 +276,41 @@ class RolloutManager(WorkerGroup):
             await self.call("take_on", rows, **common, **settings)
         answers: BatchRef = await self.call("hand_in", **common, round=settings["round"], at_least=at_least)
         return answers
+
+    # -- single requests ------------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether single requests can be answered: each replica has to be one worker, whose class has all that it takes."""
+        return self.tensor_parallel == 1 and self._methods.keys() >= {"go_on", *PIECEWISE}
+
+    def answer(self, prompt_ids: Sequence[int], sampling: Sampling, *, count: int = 1, deadline: float) -> Growing:
+        """See `protocols/requests.py`."""
+        return self.requests.answer(prompt_ids, sampling, count=count, deadline=deadline)
+
+    async def bring_back(self) -> None:
+        """Let replicas serve again that can. For those who serve no rounds: what is given to them has to be what the others have."""
+        if any(replica.out is not None for replica in self.replicas):
+            await self._bring_back()
+
+    async def _talk(self, index: int, message: object) -> list[News]:
+        (rank,) = self.replicas[index].ranks
+        try:
+            news: list[News] = await self._control(rank, "talk", group=self.name, message=message)
+        except WorkerError as error:
+            raise named(error, self.name, rank, "talk") from error.__cause__
+        return news
+
+    async def _pump(self, index: int, wanted: Callable[[], bool]) -> None:
+        """Have a replica go on. Calls that wait for its thread come in between."""
+        name = uuid.uuid4().hex
+        with self._as_one(name, "go_on"):
+            for _ in range(SLICES):
+                able = await self.call("go_on", SLICE_SECONDS, ranks=self.replicas[index].ranks, call_id=name)
+                if not able:
+                    await self.pool.backend.sleep(LATER)
+                if not (able and wanted()):
+                    return
 
     # -- what is told ---------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,11 @@ class Round:
     def done(self) -> bool:
         return self._left == 0
 
+    @property
+    def loads(self) -> dict[int, float]:
+        """Cost of the rows that each replica holds, in tokens."""
+        return dict(enumerate(self._load.tolist()))
+
     def assign(self, free: Sequence[int]) -> dict[int, list[int]]:
         """Rows for replicas that are free, each with those that it is given now; a replica that holds rows already may get none."""
         given: dict[int, list[int]] = defaultdict(list)

@@ -27,7 +27,7 @@ ROLE_GROUPS: Final[dict[str, type[WorkerGroup]]] = {names.ROLLOUT: RolloutManage
 """What serves a role on the controller where that is more than a plain group."""
 
 REQUIRED: Final[dict[str, tuple[str, ...]]] = {
-    names.ACTOR: ("update", "publish", "give_parts", "save", "restore"),
+    names.ACTOR: ("update", "publish", "pack", "fill", "give_parts", "save", "restore"),
     names.ROLLOUT: ("generate", "load_weights"),
     names.REWARD: ("score", "save_samples"),
     names.REF: ("logprobs", "load_weights", "save", "restore"),
@@ -67,6 +67,8 @@ def worker_class(role: str, config: Config) -> type[Worker]:
 
 
 def _built_in(role: str, config: Config) -> str:
+    if role == names.ROLLOUT and config.environment is not None:
+        return "rolemesh.roles.episodes:EpisodeWorker"
     if role == names.REWARD and config.reward_models:
         return "rolemesh.roles.reward_model:ModelRewardWorker"
     if role == names.REF and config.ref_is_actor:

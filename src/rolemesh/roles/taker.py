@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from rolemesh.config.schema import Config
+from rolemesh.models.lora import AdapterMerge
 from rolemesh.names import ACTOR
 from rolemesh.runtime import Worker, register
-from rolemesh.weights import Buffer, Intake, Ring, WeightManifest, Weights
+from rolemesh.weights import Buffer, Intake, SharedFile, SharedWeights, WeightManifest, Weights
 
 if TYPE_CHECKING:
     from rolemesh.roles.actor import ActorWorker
@@ -18,33 +20,52 @@ class WeightTaker(Worker):
 
     config: Config
     _intake: Intake | None = None
-    _ring: Ring | None = None
+    _file: SharedFile | None = None
+    _shared: SharedWeights | None = None
+    """What it was given last, if that lies in shared memory."""
+    _merge: AdapterMerge | None = None
 
     def take_weights(self, weights: Weights, version: int) -> int:
         """Take over all weights of a version and return the version held then. Raises what refuses them."""
         raise NotImplementedError(f"{type(self).__name__} must define take_weights(weights, version)")
 
+    @property
+    def overwritten(self) -> bool:
+        """The engine serves weights in shared memory where by now others are, or are being written: it must not be used."""
+        return self._shared is not None and self._shared.kept and not self._shared.intact
+
     @register(dispatch="all", mutates=True)
     def load_weights(
         self, version: int, number: int | None = None, manifest: WeightManifest | None = None, bucket: Buffer | None = None
     ) -> int | None:
-        """Take over bucket `number` of a version: the one given, or the one in the node's shared memory. The first comes with the
-        manifest of all. Without a number, read the weights of the actor in this process. Returns the version held once all is there."""
-        if number is None or manifest is not None:
+        """Take over the weights of a version. Without manifest and number these are those of the actor in this process; with a manifest
+        alone, those that appear in the node's shared memory. Else this is bucket `number`, of which the first comes with the manifest of
+        all. Returns the version held once all is there."""
+        if manifest is not None or number is None:
             self._give_up()
         if number is None:
-            return self._read_actor(version)
+            return self._read_actor(version) if manifest is None else self._read_shared(manifest)
         if manifest is not None:
-            waiter, deadline = f"{self.context.group} rank {self.context.rank}", self.config.deadlines.call
-            self._intake = Intake(manifest, lambda weights: self.take_weights(weights, version), waiter=waiter, deadline=deadline)
+            self._intake = Intake(manifest, partial(self._take_content, manifest), waiter=self._name, deadline=self.config.deadlines.call)
         intake = self._intake
         if intake is None or intake.version != version:
             under_way = "none" if intake is None else f"version {intake.version}"
             raise ValueError(f"bucket {number + 1} of weight version {version} came, but {under_way} is being taken over; publish again")
-        held = intake.take(number, bucket if bucket is not None else self._shared(intake.shared, number))
+        assert bucket is not None
+        held = intake.take(number, bucket)
         if held is not None:
             self._intake = None
         return held
+
+    @property
+    def _name(self) -> str:
+        return f"{self.context.group} rank {self.context.rank}"
+
+    def _take_content(self, manifest: WeightManifest, weights: Weights) -> int:
+        if manifest.content != "merged":
+            self._merge = self._merge or AdapterMerge(self.config.model)
+            weights = self._merge(weights)
+        return self.take_weights(weights, manifest.version)
 
     def _give_up(self) -> None:
         if self._intake is not None:
@@ -59,7 +80,8 @@ class WeightTaker(Worker):
             for _ in weights:  # other ranks wait for this one's parts, also when it has no use for them
                 pass
 
-    def _shared(self, path: str, number: int) -> Buffer:
-        if self._ring is None or self._ring.path != path or not self._ring.is_current:
-            self._ring = Ring.open(path)
-        return self._ring.slot(number)
+    def _read_shared(self, manifest: WeightManifest) -> int:
+        if self._file is None or self._file.path != manifest.shared or not self._file.is_current:
+            self._file = SharedFile.open(manifest.shared)
+        self._shared = SharedWeights(self._file, manifest, waiter=self._name, deadline=self.config.deadlines.call)
+        return self._take_content(manifest, self._shared)

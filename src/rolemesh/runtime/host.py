@@ -150,16 +150,18 @@ class ProcessHost:
             else:
                 self._dressed = context
 
-    def control(self, request: str, *, group: str = "", stack: bool = False, epoch: int = 0) -> Any:
-        """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), `abort` the worker of `group`, or
-        `take` the process over: calls of epochs before `epoch` are refused from now on, and communicators cut."""
+    def control(self, request: str, *, group: str = "", stack: bool = False, epoch: int = 0, message: Any = None) -> Any:
+        """Answer on the control thread: `report` (with `stack`, what the compute thread is doing), `abort` the worker of `group`, `talk` to
+        it, or `take` the process over: calls of epochs before `epoch` are refused from now on, and communicators cut."""
         if request == "abort":
             worker = self._workers.get(group)
             return worker.abort() if worker is not None else 0
+        if request == "talk":
+            return self._workers[group].talk(message)
         if request == "take":
             self._take(epoch)
         elif request != "report":
-            raise ValueError(f"control request must be report, abort or take, got {request!r}")
+            raise ValueError(f"control request must be report, abort, talk or take, got {request!r}")
         return self._report(stack=stack)
 
     def _take(self, epoch: int) -> None:

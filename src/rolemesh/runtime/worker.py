@@ -156,7 +156,7 @@ class Worker:
 
     A subclass takes the context first and its own settings as keywords; it builds nothing heavy in `__init__` but in `load`, which is
     retried worker by worker. With `communicates = True` the group forms a process group after `load` and hands it to `joined`.
-    Methods run one at a time on the compute thread of the process; `abort` runs on the control thread.
+    Methods run one at a time on the compute thread of the process; `abort` and `talk` run on the control thread.
     """
 
     communicates: ClassVar[bool] = False
@@ -219,3 +219,7 @@ class Worker:
         """Control thread: free a compute thread that is blocked in a collective. Returns the number of connections cut."""
         communicator = self.communicator  # the compute thread may drop it meanwhile
         return communicator.cut() if communicator is not None else 0
+
+    def talk(self, message: Any) -> Any:
+        """Control thread: answer a message at once, also while a call is under way. For workers that take on work between calls."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing to say: define talk(message)")

@@ -25,7 +25,7 @@ from rolemesh.plan import Inventory, Plan, held_as_free, local_inventory, plan_j
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.runtime.janitor import is_watched
 from rolemesh.training import checkpoint as checkpoints
-from rolemesh.training import phases, saving, settings, watch
+from rolemesh.training import phases, saving, serving, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
 from rolemesh.training.pools import TakenOver, taken_over
@@ -311,7 +311,7 @@ async def open_run(
             )  # fmt: skip
             if checkpoint is not None:
                 await _restore(run, prepared, checkpoint, dropped)
-            async with watch.watched(run), settings.followed(run), saving.saves_finished(run):
+            async with watch.watched(run), settings.followed(run), saving.saves_finished(run), serving.served(run):
                 yield run
             outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from rolemesh.errors import RunStopped
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.observe import Metrics, metric_part
 from rolemesh.runtime import together
-from rolemesh.training import evaluation, health, saving
+from rolemesh.training import evaluation, health, saving, serving
 from rolemesh.training.run import StepBatch, TrainingRun
 
 
@@ -183,6 +183,7 @@ async def record(run: TrainingRun, done: StepBatch) -> None:
         adapted = run.algorithm.next_kl_coefficient(done.numbers, run.kl_coefficient)
         if adapted != run.kl_coefficient:
             run.progress.kl_coefficient = adapted
+    serving.record(run)
     run.progress.step += 1
     run.cursor = run.prompts.state()  # from here on the step is not given up any more
     step = run.progress.step

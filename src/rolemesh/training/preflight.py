@@ -16,6 +16,7 @@ from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
 from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
+from rolemesh.environments import BUILTIN_TOOLS, ENVIRONMENTS, TOOL_PARSERS, check_environment_section, tool_schemas
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.names import CRITIC, REWARD
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
@@ -94,10 +95,11 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     readable = _collect(problems, lambda: models.load_config(config.model)) is not None
     _collect(problems, lambda: models.check_weights(config.model))
     tokenizer = _collect(problems, lambda: models.load_tokenizer(config.model)) if readable else None
-    opened = _collect(problems, lambda: open_prompts(config, tokenizer)) if tokenizer is not None else None
+    tools = _collect(problems, lambda: tool_schemas(config.environment)) or []
+    opened = _collect(problems, lambda: open_prompts(config, tokenizer, tools)) if tokenizer is not None else None
     sft_prompts = None
     if opened is not None and config.sft is not None and warm_start and training:
-        sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer))
+        sft_prompts = _collect(problems, lambda: open_sft_prompts(config, tokenizer, tools))
     if opened is None:
         _collect(problems, lambda: check_rewards(config.reward))
     else:  # held-out answers are scored by the same functions
@@ -113,7 +115,10 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     if tokenizer is not None and REWARD in site.config.roles:
         for number in config.reward_models:
             _collect(problems, partial(_check_reward_model, config, number, tokenizer))
-    _collect(problems, lambda: check_engine(config.rollout.engine))
+    filtered = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    _collect(problems, lambda: check_engine(config.rollout.engine, deterministic=config.deterministic, filtered=filtered))
+    if (environment := config.environment) is not None:
+        _collect(problems, lambda: check_environment_section(environment, tokenizer, chat=config.data.chat))
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     _collect(problems, lambda: check_environment(config))
@@ -187,6 +192,9 @@ def _builtin_names() -> dict[str, list[str]]:
         "reward.name": list(REWARDS),
         "algorithm.name": list(ALGORITHMS),
         "rollout.engine": list(ENGINES),
+        "environment.name": list(ENVIRONMENTS),
+        "environment.parser": list(TOOL_PARSERS),
+        "environment.tools": list(BUILTIN_TOOLS),
         "trainer.sinks": list(BUILTIN_SINKS),
     }
 

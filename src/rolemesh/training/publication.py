@@ -1,11 +1,19 @@
-"""Publication: the actor's weights go to other workers, each by its route (`plan/routes.py`), bucket by bucket.
+"""Publication: the actor's weights go to other workers, each by its route (`plan/routes.py`).
 
-    controller        actor                        takers
-    publish 0 ------> packs 0 into the ring
-    load 0 -------------------------------------> unpack 0 into the engine
-    publish 1 ------> packs 1   (meanwhile)
-    load 1 -------------------------------------> ...
-    publish 2 ------> packs 2, where 0 was        ... last: "version n is held"
+Through shared memory, all at once; whoever reads waits for the header of each bucket:
+
+    controller        actor                        takers on its node
+    publish --------> wipes all headers
+    fill -----------> packs 0, 1, 2, ...
+    load -----------------------------------------> unpack 0, 1, 2, ... into the engine    ... last: "version n is held"
+
+Through the object store, bucket by bucket:
+
+    publish --------> manifest
+    pack 0 ---------> packs 0
+    load 0 ---------------------------------------> unpack 0 into the engine
+    pack 1 ---------> packs 1   (meanwhile)
+    load 1 ---------------------------------------> ...
 
 Every arrow is a call with a deadline that names the worker it waits for. Workers in a process with an actor worker read its weights where
 they lie, in one call. A publication that fails leaves its takers refusing; the next one begins anew with all that have not confirmed.
@@ -13,18 +21,20 @@ they lie, in one call. A publication that fails leaves its takers refusing; the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rolemesh.errors import DeadlineExceeded, StaleWeights, WorkerDied
-from rolemesh.names import ACTOR
-from rolemesh.plan.routes import Place, Route, weight_route
+from rolemesh.names import ACTOR, ROLLOUT
+from rolemesh.plan.routes import Place, Route, weight_format, weight_route
 from rolemesh.roles.rollout_manager import RolloutManager
 from rolemesh.runtime import Process, together
 
 if TYPE_CHECKING:
     from rolemesh.training.session import Session
+    from rolemesh.weights import Content, WeightManifest
 
 
 class Publisher:
@@ -34,6 +44,8 @@ class Publisher:
         self._session = session
         self._confirmed: dict[tuple[str, str], int] = {}
         """By role and name of the process, which a replaced worker does not share with the one before."""
+        self._have_base: set[str] = set()
+        """Processes of rollout workers that have the actor's own weights, without its adapter."""
 
     def without(self, role: str, version: int) -> list[int]:
         """Ranks that have not confirmed the version: all at first, and a worker that was replaced."""
@@ -55,9 +67,10 @@ class Publisher:
         ranks = [rank for rank in self.without(role, version) if rank in wanted]
         for rank in ranks:
             self._confirmed.pop((role, group.processes[rank].spec.name), None)
-        routes = self.routes(role)
-        held = await self._stream(role, version, {rank: routes[rank] for rank in ranks if routes[rank] != "process"})
-        held |= await self._read(role, version, [rank for rank in ranks if routes[rank] == "process"])
+        routes, held = self.routes(role), dict[int, int]()
+        for route, content in sorted({(routes[rank], self._content(role, rank, routes[rank])) for rank in ranks}):
+            mine = [rank for rank in ranks if (routes[rank], self._content(role, rank, routes[rank])) == (route, content)]
+            held |= await self._by(route, role, version, content, mine)
         for rank, found in sorted(held.items()):
             if found != version:
                 raise StaleWeights(where=f"{role} rank {rank}", holds=found, asked=version)
@@ -72,33 +85,47 @@ class Publisher:
         processes = self._session.groups[role].processes
         return [weight_route(_place(process), actors[0], names, shared_memory=shared) for process in processes]
 
-    async def _stream(self, role: str, version: int, routes: dict[int, Route]) -> dict[int, int]:
+    def _content(self, role: str, rank: int, route: Route) -> Content:
+        if self._session.config.trainer.publish == "merged" or role != ROLLOUT or route == "process":
+            return "merged"
+        return "adapter" if self._session.groups[role].processes[rank].spec.name in self._have_base else "base"
+
+    async def _by(self, route: Route, role: str, version: int, content: Content, ranks: Sequence[int]) -> dict[int, int]:
+        if route == "process":
+            return await self._read(role, version, ranks)
+        dtype, shared = weight_format(self._session.config, route) if role == ROLLOUT else "float32", route == "shared_memory"
+        manifest = await self._session.groups[ACTOR].publish(version, content=content, dtype=dtype, shared=shared)
+        held = await (self._share if shared else self._stream)(role, manifest, ranks)
+        if content == "base":
+            self._have_base |= {self._session.groups[role].processes[rank].spec.name for rank in ranks}
+        return held
+
+    async def _share(self, role: str, manifest: WeightManifest, ranks: Sequence[int]) -> dict[int, int]:
+        """Written and read at the same time. Each ends soon when the other does, so both are awaited; the actor's error is the cause."""
+        version = manifest.version
+        work = self._session.groups[ACTOR].fill(version), self._load(role, ranks, version, manifest=manifest)
+        filled, held = await asyncio.gather(*work, return_exceptions=True)
+        for outcome in (filled, held):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return cast("dict[int, int]", held)
+
+    async def _stream(self, role: str, manifest: WeightManifest, ranks: Sequence[int]) -> dict[int, int]:
         """Bucket by bucket; while one is loaded, the next is packed."""
-        if not routes:
-            return {}
-        actor = self._session.groups[ACTOR]
-        by_route = {route: [rank for rank in routes if routes[rank] == route] for route in ("shared_memory", "object_store")}
-        ways = {"shared": bool(by_route["shared_memory"]), "stored": bool(by_route["object_store"])}
-        manifest, bucket = await actor.publish(version, 0, **ways)
-        count, held = len(manifest.buckets), dict[int, int]()
+        actor, version, count = self._session.groups[ACTOR], manifest.version, len(manifest.buckets)
+        _, bucket = await actor.pack(version, 0)
+        held = dict[int, int]()
         for number in range(count):
-            first = manifest if number == 0 else None
-            blocks: dict[str, Any] = {"shared_memory": None, "object_store": bucket}
-            loads = ((by_route[route], block) for route, block in blocks.items() if by_route[route])
-            work: list[Any] = [self._load(role, ranks, version, number, first, block) for ranks, block in loads]
+            work: list[Any] = [self._load(role, ranks, version, number, None if number else manifest, bucket)]
             if number + 1 < count:
-                work.append(actor.publish(version, number + 1, **ways))
-            done = await together(work)
-            if number + 1 < count:
-                _, bucket = done.pop()
-        for answers in done:
-            held |= answers
+                work.append(actor.pack(version, number + 1))
+            held, *packed = await together(work)
+            if packed:
+                _, bucket = packed[0]
         return held
 
     async def _read(self, role: str, version: int, ranks: Sequence[int]) -> dict[int, int]:
         """Each in its own process. Where weights are spread over the actor's ranks, all have to take part."""
-        if not ranks:
-            return {}
         actor, group = self._session.groups[ACTOR], self._session.groups[role]
         reading = {group.processes[rank].spec.name for rank in ranks}
         others = [rank for rank, process in enumerate(actor.processes) if process.spec.name not in reading]
@@ -112,8 +139,8 @@ class Publisher:
             raise
         return held
 
-    async def _load(self, role: str, ranks: Sequence[int], *args: Any) -> dict[int, Any]:
-        return dict(zip(ranks, await self._session.groups[role].call("load_weights", *args, ranks=ranks), strict=True))
+    async def _load(self, role: str, ranks: Sequence[int], *args: Any, **kwargs: Any) -> dict[int, Any]:
+        return dict(zip(ranks, await self._session.groups[role].call("load_weights", *args, ranks=ranks, **kwargs), strict=True))
 
 
 def _place(process: Process) -> Place:

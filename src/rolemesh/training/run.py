@@ -70,6 +70,8 @@ class TrainingRun:
     """Steps in a row, up to now, whose gradient was not finite."""
     unscored_steps: int = 0
     """Steps in a row, up to now, in which no answer has a reward."""
+    serving: str = ""
+    """Where it answers requests from outside."""
     warned: dict[str, int] = field(default_factory=dict)
     """Step of the last warning of each kind."""
     saving: asyncio.Future[None] | None = None

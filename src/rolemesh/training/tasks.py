@@ -6,14 +6,18 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rolemesh.batch import Batch
-from rolemesh.config.schema import Config
+from rolemesh.config.schema import Config, ServeConfig
+from rolemesh.environments import tool_schemas
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.models import encode_prompt
+from rolemesh.names import ROLLOUT
 from rolemesh.observe import write_json
+from rolemesh.roles.rollout_manager import RolloutManager
 from rolemesh.runtime import Backend, CallRecord
 from rolemesh.training import checkpoint, evaluation, phases, saving
 from rolemesh.training.admission import Wait
@@ -21,6 +25,9 @@ from rolemesh.training.launch import backend_for, open_run, own_inventory, ready
 from rolemesh.training.preflight import Checked, Prepared, check
 from rolemesh.training.recorder import Display
 from rolemesh.training.session import Session
+
+BRING_BACK_SECONDS = 1.0
+"""Between two looks whether a replica that serves no more can come back, where there are no rounds."""
 
 
 def _ignore_wait(wait: Wait) -> None:
@@ -69,8 +76,30 @@ def run_evaluation(
     return run_on(backend, main())
 
 
+def run_serving(config: Config, display: Display) -> None:
+    """Answer requests from outside with the config's model until this process is told to end, as a run that is in training does."""
+    serve = config.rollout.serve or ServeConfig()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"serve": serve})})
+    inventory = own_inventory(config)
+    checked = check(config, inventory, roles=[ROLLOUT])
+    with run_directory(config.model_copy(update={"name": f"{config.name}-serve"})) as directory:  # whoever asks for the run means the other
+        backend = backend_for(config, inventory, directory.name)
+
+        async def main() -> None:
+            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
+            async with open_run(prepared, directory, backend, display, roles=[ROLLOUT]) as run:
+                rollout = run.session.groups[ROLLOUT]
+                assert isinstance(rollout, RolloutManager)
+                await rollout.serve_folder(0)
+                while True:
+                    await backend.sleep(BRING_BACK_SECONDS)
+                    await rollout.bring_back()
+
+        run_on(backend, main())
+
+
 def run_generation(config: Config, prompts: Sequence[str], temperature: float) -> list[str]:
-    """Answers to prompts, in their order. Prompts go through the recipe's template.
+    """Answers to prompts, in their order, with the environment's part where there is one. Prompts go through the recipe's template.
 
     Raises ConfigError with all prompts that cannot be used, and for a temperature that is no number of at least 0.
     """
@@ -86,8 +115,9 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
         prepared = await ready(checked, backend, inventory, run, _ignore_wait)
         async with _session(prepared, backend, run, ["rollout"]) as session:
             await session.groups["rollout"].serve_folder(0)
-            rows = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
-            batch = session.store(Batch.from_columns(rows))
+            columns: dict[str, Any] = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
+            columns |= {"prompt": list(prompts), "source": ["generate"] * len(ids), "answer": [None] * len(ids), "task": [None] * len(ids)}
+            batch = session.store(Batch.from_columns(columns))
             written = await session.groups["rollout"].generate(batch, version=0, temperature=temperature, seed=config.seed)
             return list((await session.read(written, ["response"])).scalars("response"))
 
@@ -99,6 +129,7 @@ def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
     if not prompts:
         raise ConfigError.one("prompts", "there must be at least one", "none", "Give them as arguments, or on standard input, a line each")
     data, problems, encoded = prepared.config.data, [], []
+    form: dict[str, Any] = {"chat": data.chat, "tools": tool_schemas(prepared.config.environment)}
     for number, text in enumerate(prompts):
         subject = f"prompt {number}"
         try:
@@ -106,7 +137,7 @@ def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
         except UnicodeEncodeError as error:
             problems.append(Problem(subject=subject, need="must be valid Unicode", free=str(error), remedy="Check its encoding"))
             continue
-        ids = encode_prompt(prepared.tokenizer, data.prompt_template.replace("{prompt}", text), chat=data.chat)
+        ids = encode_prompt(prepared.tokenizer, data.prompt_template.replace("{prompt}", text), **form)
         if not 0 < len(ids) <= data.max_prompt_tokens:
             need = f"1 to data.max_prompt_tokens = {data.max_prompt_tokens} tokens"
             problems.append(Problem(subject=subject, need=need, free=str(len(ids)), remedy="Change the prompt"))

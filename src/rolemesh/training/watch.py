@@ -12,6 +12,7 @@ from typing import Any, Final
 from rolemesh.config.schema import Config
 from rolemesh.observe import RunDirectory
 from rolemesh.runtime import WorkerGroup, beside
+from rolemesh.training import serving
 from rolemesh.training.run import Progress, TrainingRun
 
 STATUS_SECONDS: Final = 1.0
@@ -29,7 +30,7 @@ async def _watch(run: TrainingRun) -> None:
     while True:
         workers = await run.session.status()
         found = status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers)
-        run.directory.write_status(found | {"pools": run.session.devices(), "memory": memory(run.recorder.row)})
+        run.directory.write_status(found | {"pools": run.session.devices(), "memory": memory(run.recorder.row)} | serving.told(run))
         _leave_in_time(run, workers)
         for group in slow.due(workers, time.time()):
             run.recorder.note(await describe(run.session.groups[group], run.config.deadlines.call))

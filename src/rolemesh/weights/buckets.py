@@ -4,33 +4,45 @@ The actor packs bucket by bucket; the bytes travel by whatever route; who takes 
 refuses a bucket that is cut, half-written, changed, out of turn, or of another version than its manifest.
 
 Layout of a bucket: a header of one alignment unit (magic, version, number, size, checksum), then each tensor at a multiple of `ALIGNMENT`
-bytes, zeros between. The header is wiped before the first byte is written and completed after the last.
+bytes, zeros between. The header is wiped before the first byte is written and completed after the last. The checksum is of one 64-bit word
+in every 4 KiB, which costs next to nothing and shows memory that was not written, or of all of them.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rolemesh.errors import StaleWeights
+from rolemesh.models.copying import copy_into
 
 Buffer = npt.NDArray[np.uint8]
 Weights = Iterator[tuple[str, torch.Tensor]]
 """Names and tensors, one after the other. A tensor is only valid until the next is asked for."""
 
+Content = Literal["merged", "base", "adapter"]
+"""What is published: the weights that an engine serves; or, of a model with an adapter, its own weights and those of the adapter apart,
+or the latter alone, for who merges them itself (`models/lora.py`)."""
+
 ALIGNMENT: Final = 64
 """Bytes; a cache line, and enough for any dtype and vector load."""
 
 _HEADER: Final = struct.Struct("<8sqqqq")
-_MAGIC: Final = b"RMWGHT02"
+_MAGIC: Final = b"RMWGHT03"
+_GIVEN_UP: Final = b"RMGIVNUP"
+_PIECE: Final = 2**17
+"""Numbers that are copied and summed at a time: their target fits into a processor's own cache."""
+_SAMPLED: Final = 512
+"""Every which word a sampled checksum sums: one a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +65,21 @@ class WeightManifest:
 
     version: int
     buckets: tuple[Bucket, ...]
+    content: Content = "merged"
     shared: str = ""
-    """File in the node's shared memory where they appear in turn (see `Ring`), if they do."""
+    """File in the node's shared memory where they lie (see `SharedFile`), if they do."""
+    full: bool = False
+    """Whether checksums are of every word."""
 
     @property
     def largest(self) -> int:
         """Bytes of the largest bucket."""
         return max(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
 
 
 def plan_buckets(forms: Iterable[tuple[str, torch.Tensor]], limit: int) -> tuple[Bucket, ...]:
@@ -93,23 +113,40 @@ def _bucket(entries: list[tuple[str, torch.Tensor, int]]) -> Bucket:
 
 def pack(manifest: WeightManifest, number: int, weights: Weights, memory: Buffer) -> Buffer:
     """Copy the next tensors (any device and layout), those of bucket `number`, to the beginning of `memory`, and return that part of it.
+    Those in another format than the manifest says are cast, as `Tensor.to` does.
 
-    They are taken one by one and need not all exist at a time. Raises ValueError for another name than comes next in the manifest.
+    They are taken one by one and need not all exist at a time. Raises ValueError for another name or shape than comes next in the
+    manifest.
     """
     bucket = manifest.buckets[number]
     buffer = memory[: bucket.nbytes]
-    buffer[:ALIGNMENT] = 0
-    flat, end = torch.from_numpy(buffer), ALIGNMENT
+    wipe(buffer)
+    flat = torch.from_numpy(buffer)
+    words, sums = flat.view(torch.int64), torch.zeros((), dtype=torch.int64)
     for expected, view, offset in zip(bucket.names, _views(bucket, flat), bucket.offsets, strict=True):
         name, tensor = next(weights, ("nothing more", view))
         if name != expected:
             raise ValueError(f"weights must come in the order of the manifest: expected {expected}, found {name}")
-        flat[end:offset] = 0
-        view.copy_(tensor.detach())
-        end = offset + view.nbytes
-    flat[end:] = 0
-    _HEADER.pack_into(buffer.data, 0, _MAGIC, manifest.version, number, bucket.nbytes, _checksum(flat))
+        if tensor.shape != view.shape:
+            raise ValueError(f"{name} must have the shape {list(view.shape)} of the manifest, found {list(tensor.shape)}")
+        end = -(-(offset + view.nbytes) // ALIGNMENT) * ALIGNMENT
+        flat[offset + view.nbytes : end] = 0
+        if manifest.full:
+            _copy_summing(view, tensor.detach(), words[offset // 8 : end // 8], sums)
+        else:
+            copy_into(view, tensor.detach())
+    checksum = int(sums) if manifest.full else _checksum(flat, full=False)
+    _write_header(buffer, _MAGIC, manifest.version, number, bucket.nbytes, checksum)
     return buffer
+
+
+def _copy_summing(target: torch.Tensor, source: torch.Tensor, words: torch.Tensor, sums: torch.Tensor) -> None:
+    """Copy piece by piece, and add each to `sums` while it is in the processor's cache. `words` are those of the target, with padding."""
+    target, source, item = target.view(-1), source.reshape(-1), target.element_size()
+    for begin in range(0, len(target), _PIECE):
+        piece = slice(begin, begin + _PIECE)
+        copy_into(target[piece], source[piece])
+        sums += words[begin * item // 8 : -(-min(begin + _PIECE, len(target)) * item // 8)].sum()
 
 
 def unpack(manifest: WeightManifest, number: int, buffer: Buffer) -> Weights:
@@ -118,29 +155,71 @@ def unpack(manifest: WeightManifest, number: int, buffer: Buffer) -> Weights:
     Everything is checked before the first view is given out. Raises ValueError when the bucket is cut or changed or another one, and
     StaleWeights when it is of another version than the manifest.
     """
-    bucket, count = manifest.buckets[number], len(manifest.buckets)
-    what = f"bucket {number + 1} of {count} of weight version {manifest.version}"
-    buffer = buffer[: bucket.nbytes]
+    bucket, buffer = manifest.buckets[number], buffer[: manifest.buckets[number].nbytes]
+    checksum = check_header(manifest, number, buffer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)  # shared memory is mapped read-only
+        flat = torch.from_numpy(buffer)
+    if checksum != _checksum(flat, manifest.full):
+        what = _what(manifest, number)
+        raise ValueError(f"{what} does not have the checksum that it was written with: it is half-written or was changed; publish again")
+    return zip(bucket.names, _views(bucket, flat), strict=True)
+
+
+def check_header(manifest: WeightManifest, number: int, buffer: Buffer) -> int:
+    """The checksum that bucket `number` was written with. Raises ValueError for a bucket that is cut, half-written or another one,
+    StaleWeights for one of another version, and ConnectionAbortedError when the publication was given up."""
+    bucket, what = manifest.buckets[number], _what(manifest, number)
     if buffer.nbytes != bucket.nbytes:
         raise ValueError(f"{what} must have {bucket.nbytes} bytes, found {buffer.nbytes}; publish again")
     magic, version, found, nbytes, checksum = _HEADER.unpack_from(buffer.data, 0)
+    if magic == _GIVEN_UP:
+        raise ConnectionAbortedError(f"weight version {version} was given up before {what}; publish again")
     if magic != _MAGIC:
         raise ValueError(f"{what} has no valid header: it is half-written, or holds no weights; publish again")
     if version != manifest.version:
         raise StaleWeights(where=what, holds=version, asked=manifest.version)
     if found != number:
         raise ValueError(f"{what} must come next, found bucket {found + 1}: one is missing or came twice; publish again")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)  # shared memory is mapped read-only
-        flat = torch.from_numpy(buffer)
-    if nbytes != bucket.nbytes or checksum != _checksum(flat):
-        raise ValueError(f"{what} does not have the checksum that it was written with: it is half-written or was changed; publish again")
-    return zip(bucket.names, _views(bucket, flat), strict=True)
+    if nbytes != bucket.nbytes:
+        raise ValueError(f"{what} must have {bucket.nbytes} bytes, its header says {nbytes}; publish again")
+    return int(checksum)
 
 
-def _checksum(flat: torch.Tensor) -> int:
-    """Sum of all 64-bit words behind the header: as fast as memory is read, and different when any one word is."""
-    return int(flat[ALIGNMENT:].view(torch.int64).sum())
+def is_written(manifest: WeightManifest, number: int, buffer: Buffer) -> bool:
+    """Whether the header of bucket `number` says that it is whole, and of this version."""
+    head = (_MAGIC, manifest.version, number, manifest.buckets[number].nbytes)
+    return _HEADER.unpack_from(buffer.data, 0)[: len(head)] == head
+
+
+def wipe(buffer: Buffer) -> None:
+    """Let a bucket hold nothing."""
+    buffer[:ALIGNMENT] = 0
+
+
+def give_up(manifest: WeightManifest, buffer: Buffer) -> None:
+    """Tell who waits for a bucket that it will not come."""
+    _write_header(buffer, _GIVEN_UP, manifest.version, 0, 0, 0)
+
+
+def is_empty(buffer: Buffer) -> bool:
+    """Whether nothing has been written into a bucket since it was wiped, or not all of it."""
+    return not buffer[:8].view(np.int64)[0]
+
+
+def _write_header(buffer: Buffer, magic: bytes, *numbers: int) -> None:
+    """The first word last, at once: other processes look at it."""
+    _HEADER.pack_into(buffer.data, 0, bytes(8), *numbers)
+    buffer[:8].view(np.int64)[0] = int.from_bytes(magic, sys.byteorder)
+
+
+def _what(manifest: WeightManifest, number: int) -> str:
+    return f"bucket {number + 1} of {len(manifest.buckets)} of weight version {manifest.version}"
+
+
+def _checksum(flat: torch.Tensor, full: bool) -> int:
+    """Sum of the 64-bit words behind the header: as fast as memory is read, and different when any one of them is."""
+    return int(flat[ALIGNMENT:].view(torch.int64)[:: 1 if full else _SAMPLED].sum())
 
 
 def _views(bucket: Bucket, flat: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -35,10 +35,6 @@ class Intake:
     def version(self) -> int:
         return self._manifest.version
 
-    @property
-    def shared(self) -> str:
-        return self._manifest.shared
-
     def take(self, number: int, buffer: Buffer) -> int | None:
         """Hand over the next bucket; returns when its memory may change again. Answers the version held after the last one, else None.
         Raises what `load` raises, ValueError when it has ended before, or DeadlineExceeded."""

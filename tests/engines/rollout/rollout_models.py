@@ -58,6 +58,8 @@ CONFIGS = {
     "qwen2_sliding": lambda: Qwen2Config(**_COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "llama_dynamic_rope": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
 }
+WIDE = {"hidden_size": 128, "head_dim": 32}
+"""Changes that give heads of a size that vLLM can compute with on CPUs."""
 FAST = ("llama", "llama_biases", "llama_scaled_rope", "llama_wide_heads", "llama_odd", "qwen2", "qwen3_tied")
 GENERIC = ("gpt2", "mistral_sliding", "qwen2_sliding", "llama_dynamic_rope")
 

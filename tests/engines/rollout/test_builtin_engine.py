@@ -8,6 +8,7 @@ import pytest
 import torch
 from rollout_models import FAST, GENERIC, VOCABULARY, drain, forward_logprobs, generate, make_model, make_requests, sampling
 
+from rolemesh.engines.rollout import fast
 from rolemesh.engines.rollout.builtin import BuiltinEngine
 from rolemesh.engines.rollout.fast import FastRunner, why_not_fast
 from rolemesh.protocols.engine import Request
@@ -138,6 +139,16 @@ def test_equal_prompts_are_prefilled_once(deterministic, monkeypatch):
     assert largest_gap(model, requests, done) < 2e-5
 
 
+def test_equal_prompts_apart_from_each_other_are_served_whatever_else_is_prefilled(monkeypatch):
+    monkeypatch.setattr(fast, "_PREFILL_TOKENS", 6)  # passes of two prompts
+    model = make_model()
+    a, b, c = [5, 6, 7], [8, 9, 10], [11, 12, 13]
+    requests = [Request(id=(draw, 0), prompt_ids=prompt) for draw, prompt in enumerate([a, b, a, c, a])]
+    done = generate(engine_with(model), requests, sampling())
+    assert len(done) == 5
+    assert largest_gap(model, requests, done) < 2e-5
+
+
 def test_F04_a_remembered_prompt_is_forgotten_with_its_weights():
     old, new = make_model(seed=1), make_model(seed=2)
     engine = engine_with(old)
@@ -147,6 +158,23 @@ def test_F04_a_remembered_prompt_is_forgotten_with_its_weights():
     done = generate(engine, request, sampling())
     assert done[0, 0].weight_version == 1
     assert largest_gap(new, request, done) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied"])
+def test_D15_logprobs_are_the_trainers_after_each_of_100_publications(kind):
+    model = make_model(kind)
+    engine = engine_with(model, kind)
+    requests, generator = make_requests(4, samples=3), torch.Generator().manual_seed(0)
+    for version in range(1, 101):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.98).add_(torch.randn(parameter.shape, generator=generator), alpha=0.03)
+        engine.load_weights(model.named_parameters(), version)
+        temperature = (0.7, 1.0, 1.3)[version % 3]
+        done = generate(engine, requests, sampling(temperature=temperature, max_new_tokens=24, seed=version))
+        assert {completion.weight_version for completion in done.values()} == {version}
+        assert largest_gap(model, requests, done, temperature) < 2e-5, f"publication {version}"
 
 
 def test_the_engine_keeps_its_own_copy_of_the_weights():

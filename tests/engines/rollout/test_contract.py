@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
-from rollout_models import VOCABULARY, drain, generate, make_model, make_requests, sampling
+from rollout_models import VOCABULARY, WIDE, drain, generate, make_model, make_requests, sampling
 
 from rolemesh.engines.rollout import check_engine, create_engine
 from rolemesh.engines.rollout.fake import FakeEngine
@@ -12,20 +14,24 @@ from rolemesh.errors import ConfigError, StaleWeights
 from rolemesh.protocols.engine import EngineHealth, Request
 
 ENGINES = {
-    "fake": ("fake", "llama", False),
-    "fast": ("builtin", "llama", False),
-    "fast_deterministic": ("builtin", "qwen3_tied", True),
-    "generic": ("builtin", "gpt2", False),
-    "generic_deterministic": ("builtin", "gpt2", True),
+    "fake": ("fake", "llama", False, {}),
+    "fast": ("builtin", "llama", False, {}),
+    "fast_deterministic": ("builtin", "qwen3_tied", True, {}),
+    "generic": ("builtin", "gpt2", False, {}),
+    "generic_deterministic": ("builtin", "gpt2", True, {}),
+    "vllm": ("vllm", "llama", False, WIDE),
+    "vllm_tied": ("vllm", "qwen3_tied", False, WIDE),
 }
 
 
 @pytest.fixture(params=ENGINES, scope="module")
 def make(request):
     """A function that makes an engine without weights, and the model whose weights fit it."""
-    name, kind, deterministic = ENGINES[request.param]
+    name, kind, deterministic, changes = ENGINES[request.param]
+    if name == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
 
-    def make_engine(slots=4, max_prompt_tokens=9, max_response_tokens=12, **changes):
+    def make_engine(slots=4, max_prompt_tokens=9, max_response_tokens=12):
         model = make_model(kind, **changes)
         engine = create_engine(
             name,
@@ -89,6 +95,24 @@ def test_answers_end_at_their_own_limit(loaded):
     loaded.add([Request(id=(1, 0), prompt_ids=[1, 2])], sampling(max_new_tokens=5))
     lengths = {completion.id[0]: len(completion.token_ids) for completion in drain(loaded)}
     assert lengths == {0: 1, 1: 5}
+
+
+def test_an_answer_goes_on_where_an_earlier_turn_of_it_stopped(loaded):
+    requests = make_requests(4, samples=2)
+    whole = generate(loaded, requests, sampling())
+    for start in (1, 7):
+        later = [
+            Request(id=request.id, prompt_ids=[*request.prompt_ids, *whole[request.id].token_ids[:start]], start=start)
+            for request in requests
+        ]
+        for id, completion in generate(loaded, later, sampling()).items():
+            assert completion.token_ids == whole[id].token_ids[start:]
+            assert completion.logprobs == pytest.approx(whole[id].logprobs[start:], abs=1e-4)
+            assert completion.finish_reason == "length"  # what came before counts against it
+    with pytest.raises(ValueError, match="start must be within 0 to 11, got 12"):
+        loaded.add([Request(id=(0, 0), prompt_ids=[1] * 13, start=12)], sampling())
+    with pytest.raises(ValueError, match=r"1 to 9 tokens \(max_prompt_tokens\), got 10"):
+        loaded.add([Request(id=(0, 0), prompt_ids=[1] * 13, start=3)], sampling())
 
 
 def test_F11_answers_to_one_prompt_differ(loaded):
@@ -307,6 +331,13 @@ def test_F01_a_sleeping_engine_serves_nothing_and_wakes_with_its_own_weights_or_
     with pytest.raises(ValueError, match="are running; drain or abort them"):
         engine.sleep(keep_weights=keep_weights)
     engine.abort()
+    if not engine.sleeps:
+        with pytest.raises(NotImplementedError, match="no memory back"):
+            engine.sleep(keep_weights=keep_weights)
+        assert (engine.weight_version, engine.health().state) == (3, "serving")
+        pytest.skip(f"{engine.name} cannot sleep here")
+    engine.sleep(keep_weights=True)
+    engine.wake()  # and sleeps again without having generated anything
     for _ in range(2):
         engine.sleep(keep_weights=keep_weights)
     engine.add(requests, sampling())
@@ -440,3 +471,58 @@ def test_D16_an_engine_with_other_logprobs_than_the_trainers_is_refused():
         with pytest.raises(ConfigError, match=r"after temperature over all tokens.*RawEngine gives 'raw' ones"):
             refused()
     check_engine("builtin")
+
+
+def test_an_engine_that_samples_by_seed_or_does_not_filter_is_refused_what_it_cannot_do():
+    check_engine("vllm")  # which need not be installed: nothing is made
+    with pytest.raises(ConfigError, match=r"^deterministic.*vllm samples seeded"):
+        check_engine("vllm", deterministic=True)
+    with pytest.raises(ConfigError, match=r"^rollout.top_p.*vllm gives"):
+        check_engine("vllm", filtered=True)
+    check_engine("builtin", deterministic=True, filtered=True)
+
+
+def test_what_requests_have_so_far_is_seen_without_ending_them(loaded):
+    requests = make_requests(6)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests, sampling())
+    seen = {}
+    while loaded.unfinished:
+        done = loaded.step()
+        looked = loaded.so_far([request.id for request in requests[:5]])
+        for completion in looked:
+            whole = expected[completion.id]
+            count = len(completion.token_ids)
+            assert 0 < count < 12
+            assert completion.token_ids == whole.token_ids[:count]
+            assert completion.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-4)
+            assert completion.spans == ((3, 0, count),)
+            seen[completion.id] = max(count, seen.get(completion.id, 0))
+        assert not {completion.id for completion in looked} & {completion.id for completion in done}
+    assert set(seen) == {request.id for request in requests[:5]}
+    assert max(seen.values()) > 5
+    assert loaded.so_far([request.id for request in requests]) == []
+
+
+def test_a_counter_decides_the_random_numbers_in_place_of_the_id(loaded):
+    prompt = make_requests(1)[0].prompt_ids
+    ids = [(2**63 + number, 0) for number in range(4)]
+    counters = [(7, 1), (7, 1), None, (2**63 + 2, 0)]
+    requests = [Request(id=id, prompt_ids=prompt, counter=counter) for id, counter in zip(ids, counters, strict=True)]
+    done = generate(loaded, requests, sampling())
+    first, second, third, fourth = (done[id].token_ids for id in ids)
+    assert first == second
+    assert third == fourth
+    assert first != third
+
+
+def test_a_drain_ends_in_time_and_what_still_runs_goes_on_later(loaded):
+    requests = make_requests(3)
+    expected = generate(loaded, requests, sampling())
+    loaded.add(requests, sampling())
+    loaded.step()
+    assert loaded.drain(0.0) == []
+    assert loaded.health().state == "paused"
+    assert loaded.unfinished == 3
+    loaded.resume()
+    assert {completion.id: completion.token_ids for completion in drain(loaded)} == {id: one.token_ids for id, one in expected.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from rollout_models import VOCABULARY, drain, make_model, make_requests, sampling
 
 from rolemesh.engines.rollout.builtin import BuiltinEngine
@@ -13,17 +14,18 @@ STOPS = tuple(range(0, VOCABULARY, 16))
 SETTINGS = sampling(temperature=0.9, max_new_tokens=20, stop_token_ids=STOPS)
 
 
-def make_engine(kind, slots):
-    engine = BuiltinEngine(make_model(kind, seed=99), slots=slots, max_prompt_tokens=9, max_response_tokens=20, deterministic=True)
+def make_engine(kind, slots, dtype=torch.float32):
+    own = make_model(kind, seed=99).to(dtype)
+    engine = BuiltinEngine(own, slots=slots, max_prompt_tokens=9, max_response_tokens=20, deterministic=True)
     engine.load_weights(make_model(kind).named_parameters(), 0)
     return engine
 
 
-def answers(kind, shares, slots):
+def answers(kind, shares, slots, dtype=torch.float32):
     """Ids, tokens and log-probabilities when each of several engines gets its share of the requests."""
     found = {}
     for share in shares:
-        engine = make_engine(kind, slots)
+        engine = make_engine(kind, slots, dtype)
         engine.add(share, SETTINGS)
         found |= {completion.id: (completion.token_ids, completion.logprobs, completion.finish_reason) for completion in drain(engine)}
     return found
@@ -43,6 +45,16 @@ def test_answers_are_bit_equal_for_any_order_and_any_split(kind):
     for engines in (1, 2, 4):
         shuffled = shuffler.sample(requests, len(requests))
         assert answers(kind, split(shuffled, engines), 12) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_answers_are_bit_equal_in_bfloat16(kind):
+    requests = make_requests(10, samples=4)
+    expected = answers(kind, [requests], 12, torch.bfloat16)
+    assert len(expected) == len(requests)
+    for engines, slots in ((2, 12), (4, 5), (1, 40)):
+        shuffled = random.Random(engines).sample(requests, len(requests))
+        assert answers(kind, split(shuffled, engines), slots, torch.bfloat16) == expected
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16, 20, 40])

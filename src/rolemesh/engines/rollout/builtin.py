@@ -1,6 +1,6 @@
 """The built-in rollout engine: continuous batching over a transformers model that it owns. Called by the rollout role.
 
-A step either admits queued requests (one prefill for equal prompts that follow each other) or decodes one token for every running
+A step either admits queued requests (one prefill for equal prompts) or decodes one token for every running
 row. Rows stay gapless: when sequences end, rows from the tail take their places, so a step costs what is running and no more.
 
 Fast mode batches as it likes; logits then differ in their last bits with the company a row keeps. Deterministic mode gives every
@@ -147,8 +147,10 @@ class BuiltinEngine(Lifecycle):
         )
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
-            limit = min(sampling.max_new_tokens, self._context - len(prompt))
-            self._queue.append(Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit))
+            limit = min(sampling.max_new_tokens, self._max_response - request.start, self._context - len(prompt))
+            counter = request.counter or request.id
+            pending = Pending(id=request.id, prompt=prompt, sampling=sampling, limit=limit, counter=counter, start=request.start)
+            self._queue.append(pending)
             self._held.add(request.id)
 
     @torch.inference_mode()
@@ -176,8 +178,10 @@ class BuiltinEngine(Lifecycle):
         return taken
 
     def _admit(self, taken: list[Pending]) -> list[Completion]:
-        groups = [list(group) for _, group in itertools.groupby(taken, key=lambda pending: pending.prompt)]
-        groups.sort(key=lambda group: len(group[0].prompt))  # prompts of like length share a pass
+        equal: dict[tuple[int, ...], list[Pending]] = {}
+        for pending in taken:
+            equal.setdefault(pending.prompt, []).append(pending)
+        groups = sorted(equal.values(), key=lambda group: len(group[0].prompt))  # prompts of like length share a pass
         first = self._rows.count
         logits = self._runner.prefill([group[0].prompt for group in groups], [len(group) for group in groups], first, taken[-1].prompt)
         self._rows.append([pending for group in groups for pending in group])
@@ -198,6 +202,9 @@ class BuiltinEngine(Lifecycle):
         if len(to):
             self._runner.move(to, source)
         return completions
+
+    def so_far(self, ids: Iterable[tuple[int, int]]) -> list[Completion]:
+        return [self._rows.completion(row, self._version, "abort") for row in self._rows.find(set(ids)).tolist()]
 
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
         """See the protocol. Ids that are not held are passed over: they may have finished a moment ago."""

@@ -30,8 +30,12 @@ def check_requests(
             raise ValueError(f"request {request.id}: draw must be within [0, 2**64) and sample within [0, 2**32)")
         seen.add(request.id)
         length = len(request.prompt_ids)
-        if not 1 <= length <= max_prompt_tokens:
-            raise ValueError(f"request {request.id}: a prompt has 1 to {max_prompt_tokens} tokens (max_prompt_tokens), got {length}")
+        if not 0 <= request.start < max_response_tokens:
+            raise ValueError(f"request {request.id}: start must be within 0 to {max_response_tokens - 1}, got {request.start}")
+        if not 1 <= length - request.start <= max_prompt_tokens:
+            raise ValueError(
+                f"request {request.id}: a prompt has 1 to {max_prompt_tokens} tokens (max_prompt_tokens), got {length - request.start}"
+            )
         if length >= context:
             raise ValueError(f"request {request.id}: a prompt of {length} tokens leaves no room in the model's context of {context}")
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:

@@ -72,7 +72,8 @@ class FakeEngine(Lifecycle):
         """Insertion order is the order of service: those that have begun run, the others wait."""
 
     def _knows_nothing(self, request: Request, sampling: Sampling) -> tuple[list[int], list[float]]:
-        numbers = uniforms(sampling.seed, [request.id[0]], [request.id[1]], sampling.max_new_tokens)[0]
+        draw, sample = request.counter or request.id
+        numbers = uniforms(sampling.seed, [draw], [sample], sampling.max_new_tokens, request.start)[0]
         tokens = [int(number * self._vocabulary) if sampling.temperature else 0 for number in numbers]
         return tokens, [-math.log(self._vocabulary)] * len(tokens)
 
@@ -115,11 +116,11 @@ class FakeEngine(Lifecycle):
     def _start(self, request: Request, sampling: Sampling) -> _Running:
         tokens, logprobs = self._answer(request, sampling)
         ends = [position for position, token in enumerate(tokens) if token in sampling.stop_token_ids]
-        length = min([end + 1 for end in ends[:1]] + [sampling.max_new_tokens])
+        length = min([end + 1 for end in ends[:1]] + [sampling.max_new_tokens, self._max_response - request.start])
         if len(tokens) != len(logprobs) or len(tokens) < length:
             raise ValueError(
                 f"canned answer to {request.id} has {len(tokens)} tokens and {len(logprobs)} log-probabilities; it needs a "
-                f"log-probability each, and a stop token or {sampling.max_new_tokens} tokens"
+                f"log-probability each, and a stop token or {length} tokens"
             )
         return _Running(request=request, sampling=sampling, tokens=list(tokens[:length]), logprobs=list(logprobs[:length]), spans=[])
 
@@ -132,6 +133,9 @@ class FakeEngine(Lifecycle):
 
     def _end(self, running: _Running, reason: Literal["abort"] | None = None) -> Completion:
         del self._held[running.request.id]
+        return self._completion(running, reason)
+
+    def _completion(self, running: _Running, reason: Literal["abort"] | None) -> Completion:
         stopped = running.tokens[-1] in running.sampling.stop_token_ids
         return Completion(
             id=running.request.id,
@@ -140,6 +144,9 @@ class FakeEngine(Lifecycle):
             finish_reason=reason or ("stop" if stopped else "length"),
             spans=tuple(running.spans) or (WeightSpan(self._version, 0, 0),),
         )
+
+    def so_far(self, ids: Iterable[tuple[int, int]]) -> list[Completion]:
+        return [self._completion(self._held[id], "abort") for id in ids if id in self._held and self._held[id].shown]
 
     def abort(self, ids: Iterable[tuple[int, int]] | None = None) -> list[Completion]:
         chosen = set(self._held if ids is None else ids)

@@ -2,7 +2,8 @@
 
 Against a plain module forward it saves operations, which is what counts for small models and on CPUs: query, key and value are one
 matrix, gate and up another; the weight of a norm is folded into the matrix behind it; rotary embedding is one complex
-multiplication; all keys and values of a step are written by one indexed copy; only rows in use and columns in use are computed.
+multiplication; all keys and values of a step are written by one indexed copy; only rows in use and columns in use are computed;
+matrices are laid out anew for the products that they are used in (`matrices.py`).
 
 Layout. Queries, keys and values of one key-value head lie together: a projected row is [kv_heads, group + 2, head_dim], `group`
 queries, then the key, then the value. A view of it is a batch of matrices for attention without a copy. Rotary pairs (i, i + d/2)
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rolemesh.engines.rollout.matrices import Matrix, activation_format, make_matrix
 from rolemesh.engines.rollout.runner import Prompt, Rows
 
 FAMILY = ("llama", "qwen2", "qwen3")
@@ -62,18 +64,14 @@ def _known_names(layers: int) -> set[str]:
 
 @dataclass(slots=True, kw_only=True)
 class _Layer:
-    """Matrices of one layer, [in, out]; biases [out] or None."""
+    """Weights of one layer."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Matrix
     qk_norm: torch.Tensor | None
     """[group + 1, head_dim]: weights of the query norm, `group` times, and of the key norm."""
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 class _Scratch:
@@ -104,7 +102,7 @@ class FastRunner:
         config, attention = model.config, model.model.layers[0].self_attn
         self._model = model
         self._device = device
-        self._dtype: torch.dtype = model.dtype
+        self._dtype = activation_format(model.dtype, device)
         self._deterministic = deterministic
         self._kv_heads: int = config.num_key_value_heads
         self._group: int = config.num_attention_heads // config.num_key_value_heads
@@ -117,7 +115,8 @@ class FastRunner:
         self._columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
         self._length = np.zeros(self._rows, np.int64)
         self._turns = self._rotary_table(model)
-        self._cache = torch.empty(0)  # allocated when it is first needed
+        self._cache = torch.empty(0)  # allocated when it is first needed, as the scratch
+        self._decode_scratch: _Scratch | None = None
         self._blocks: dict[tuple[int, int], tuple[_Scratch, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]] = {}
         self._places = self._first_places()
         self._column = torch.arange(self._columns, device=device)
@@ -149,8 +148,7 @@ class FastRunner:
         body = self._model.model
         self._layers = [self._fuse(layer) for layer in body.layers]
         self._embedding = body.embed_tokens.weight.detach()
-        self._final_norm = body.norm.weight.detach()
-        self._head = self._model.lm_head.weight.detach().t()
+        self._head = make_matrix(self._model.lm_head.weight.detach() * body.norm.weight, None)
 
     def forget(self) -> None:
         self._remembered = None
@@ -159,8 +157,9 @@ class FastRunner:
         self.forget()
         self._blocks.clear()
         self._layers.clear()
-        self._cache = self._embedding = self._final_norm = self._head = torch.empty(0)
-        del self._decode_scratch
+        self._cache = self._embedding = torch.empty(0)
+        self._decode_scratch = None
+        del self._head
 
     def _allocate(self) -> None:
         # one row more: the keys and values of the remembered prompt
@@ -174,17 +173,15 @@ class FastRunner:
         gate_up = torch.cat([m.gate_proj.weight, m.up_proj.weight]) * layer.post_attention_layernorm.weight
         qk_norm = None
         if hasattr(a, "q_norm"):
-            qk_norm = self._pairs(torch.stack([a.q_norm.weight] * self._group + [a.k_norm.weight])[None]).squeeze(0)
+            qk_norm = self._pairs(torch.stack([a.q_norm.weight] * self._group + [a.k_norm.weight])[None]).squeeze(0).to(self._dtype)
+        qkv_bias = None if a.q_proj.bias is None else self._interleave(a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)
+        gate_up_bias = None if m.gate_proj.bias is None else torch.cat([m.gate_proj.bias, m.up_proj.bias])
         return _Layer(
-            qkv=qkv.t(),
-            qkv_bias=None if a.q_proj.bias is None else self._interleave(a.q_proj.bias, a.k_proj.bias, a.v_proj.bias),
+            qkv=make_matrix(qkv, qkv_bias),
             qk_norm=qk_norm,
-            out=a.o_proj.weight.detach().t(),
-            out_bias=a.o_proj.bias,
-            gate_up=gate_up.t(),
-            gate_up_bias=None if m.gate_proj.bias is None else torch.cat([m.gate_proj.bias, m.up_proj.bias]),
-            down=m.down_proj.weight.detach().t(),
-            down_bias=m.down_proj.bias,
+            out=make_matrix(a.o_proj.weight.detach(), a.o_proj.bias),
+            gate_up=make_matrix(gate_up, gate_up_bias),
+            down=make_matrix(m.down_proj.weight.detach(), m.down_proj.bias),
         )
 
     def _pairs(self, heads: torch.Tensor) -> torch.Tensor:
@@ -208,13 +205,13 @@ class FastRunner:
     def _scratch(self, tokens: int) -> _Scratch:
         layer = self._layers[0]
         qkv, gate_up = (
-            torch.empty((tokens, matrix.shape[1]), dtype=self._dtype, device=self._device) for matrix in (layer.qkv, layer.gate_up)
+            torch.empty((tokens, matrix.width), dtype=self._dtype, device=self._device) for matrix in (layer.qkv, layer.gate_up)
         )
         return _Scratch(qkv, gate_up, self._heads)
 
     def _project(self, layer: _Layer, x: torch.Tensor, turns: torch.Tensor, scratch: _Scratch) -> None:
         """Rotated queries and keys, and values, of x [n, hidden] into the scratch. `turns` is [n, 1, 1, head_dim / 2]."""
-        _linear(self._unit(x), layer.qkv, layer.qkv_bias, scratch.qkv)
+        layer.qkv.into(scratch.qkv, self._unit(x))
         if layer.qk_norm is not None:
             scratch.qk.copy_(self._unit(scratch.qk).mul_(layer.qk_norm))
         if scratch.pairs is not None:
@@ -225,12 +222,15 @@ class FastRunner:
 
     def _finish_layer(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor, scratch: _Scratch) -> None:
         """Output projection and feed-forward part, added to the residual stream `x` in place."""
-        _add_linear(x, attended, layer.out, layer.out_bias)
-        _linear(self._unit(x), layer.gate_up, layer.gate_up_bias, scratch.gate_up)
-        _add_linear(x, F.silu(scratch.gate).mul_(scratch.up), layer.down, layer.down_bias)
+        layer.out.add_to(x, attended)
+        layer.gate_up.into(scratch.gate_up, self._unit(x))
+        layer.down.add_to(x, F.silu(scratch.gate).mul_(scratch.up))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self._unit(x).mul_(self._final_norm), self._head)
+        return self._head(self._unit(x))
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self._embedding).to(self._dtype)
 
     # -- prefill
 
@@ -284,7 +284,7 @@ class FastRunner:
         last = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)], device=self._device)
         source = torch.repeat_interleave(torch.arange(count), torch.tensor(copies)).to(self._device)
         rows = slice(first, first + len(source))
-        x = F.embedding(torch.from_numpy(padded).to(self._device).view(-1), self._embedding)
+        x = self._embed(torch.from_numpy(padded).to(self._device).view(-1))
         turns = self._turns[:width].repeat(count, 1).view(count * width, 1, 1, -1)
         scratch = self._scratch(count * width)
         for index, layer in enumerate(self._layers):
@@ -323,7 +323,7 @@ class FastRunner:
         """One token for rows start..stop-1, attending to columns 0..extent-1 (those beyond a row's length are masked)."""
         rows, heads, group = stop - start, self._kv_heads, self._group
         position = torch.from_numpy(self._length[start:stop]).to(self._device)
-        x = F.embedding(torch.from_numpy(tokens).to(self._device), self._embedding)
+        x = self._embed(torch.from_numpy(tokens).to(self._device))
         turns = self._turns.index_select(0, position).view(rows, 1, 1, -1)
         places = (self._places[start:stop] + position.view(rows, 1, 1)).view(rows * heads, 2)
         bias = torch.zeros((rows, heads * group, extent), dtype=self._dtype, device=self._device)
@@ -343,6 +343,7 @@ class FastRunner:
         [rows * heads, columns, head_dim]. Made once for each block of rows."""
         if (start, stop) not in self._blocks:
             whole, rows = self._decode_scratch, stop - start
+            assert whole is not None
             caches = [
                 (layer.view(-1, self._head_dim), layer[0, start:stop].flatten(0, 1).transpose(1, 2), layer[1, start:stop].flatten(0, 1))
                 for layer in self._cache
@@ -354,16 +355,3 @@ class FastRunner:
         used = int(self._length[source].max())
         self._cache[:, :, torch.from_numpy(to), :, :used] = self._cache[:, :, torch.from_numpy(source), :, :used]
         self._length[to] = self._length[source]
-
-
-def _linear(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(x, matrix, out=out)
-    else:
-        torch.addmm(bias, x, matrix, out=out)
-
-
-def _add_linear(x: torch.Tensor, y: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
-    x.addmm_(y, matrix)
-    if bias is not None:
-        x.add_(bias)

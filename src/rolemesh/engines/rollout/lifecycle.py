@@ -5,6 +5,8 @@ Base of `builtin.py` and `fake.py`, which know how to compute. For what the meth
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -24,6 +26,9 @@ class Lifecycle(ABC):
     sampling_kind: Literal["counter", "seeded"] = "counter"
     logprobs_kind: LogprobsKind = "after_temperature"
     in_flight: frozenset[InFlight] = frozenset({"refuse", "resume", "abort"})
+    filters: bool = True
+    sleeps: bool = True
+    needs_contents: bool = True
 
     def __init__(self) -> None:
         self._version = -1
@@ -89,11 +94,12 @@ class Lifecycle(ABC):
     def resume(self) -> None:
         self._paused = False
 
-    def drain(self) -> list[Completion]:
+    def drain(self, seconds: float = math.inf) -> list[Completion]:
         self._require_weights()
         self._paused = True
         done: list[Completion] = []
-        while self._running():
+        ends = time.monotonic() + seconds
+        while self._running() and time.monotonic() < ends:
             done += self._advance(admit=False)
         return done
 

@@ -24,6 +24,10 @@ class Pending:
     prompt: tuple[int, ...]
     sampling: Sampling
     limit: int
+    counter: tuple[int, int]
+    """Decides the random numbers, with the seed."""
+    start: int = 0
+    """Position in the answer of the first token."""
 
 
 class RowTable:
@@ -64,10 +68,13 @@ class RowTable:
         self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
         seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
+        starts = np.array([pending.start for pending in pendings], np.uint64)
+        counters = np.array([pending.counter for pending in pendings], np.uint64)
         for seed in np.unique(seeds):
-            chosen = np.flatnonzero(seeds == seed) + self.count
-            positions = int(self._limit[chosen].max())
-            self._numbers[chosen, :positions] = uniforms(int(seed), self._ids[chosen, 0], self._ids[chosen, 1], positions)
+            chosen = np.flatnonzero(seeds == seed)
+            positions = int(self._limit[rows][chosen].max())
+            draws, samples = counters[chosen].T
+            self._numbers[chosen + self.count, :positions] = uniforms(int(seed), draws, samples, positions, starts[chosen])
         self.count += len(pendings)
         self._settings = None
 
@@ -146,7 +153,7 @@ class RowTable:
             token_ids=self._tokens[row, :length].tolist(),
             logprobs=self._logprobs[row, :length].tolist(),
             finish_reason=reason or ("stop" if stopped else "length"),
-            spans=_spans(self._versions[row, :length]) if length else (WeightSpan(version, 0, 0),),
+            spans=spans_of(self._versions[row, :length]) if length else (WeightSpan(version, 0, 0),),
         )
 
     def remove(self, rows: Rows) -> tuple[Rows, Rows]:
@@ -162,8 +169,8 @@ class RowTable:
         return to, source
 
 
-def _spans(versions: npt.NDArray[np.int64]) -> tuple[WeightSpan, ...]:
-    """Runs of equal versions; a row has at least one token."""
+def spans_of(versions: npt.NDArray[np.int64]) -> tuple[WeightSpan, ...]:
+    """Runs of equal versions of an answer's tokens, of which there is at least one."""
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
     stops = [*starts[1:], len(versions)]
     return tuple(WeightSpan(int(versions[start]), start, stop) for start, stop in zip(starts, stops, strict=True))

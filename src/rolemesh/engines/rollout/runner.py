@@ -37,7 +37,7 @@ class Runner(Protocol):
         ...
 
     def prefill(self, prompts: Sequence[Prompt], copies: Sequence[int], first: int, remember: Prompt) -> torch.Tensor:
-        """Run each prompt once and give it `copies` rows, appended from row `first` on. Returns logits [sum(copies), vocabulary].
+        """Run each of different prompts once and give it `copies` rows, from row `first` on. Returns logits [sum(copies), vocabulary].
         `remember` is the prompt of which more copies are likely to be asked for next."""
         ...
 

@@ -32,14 +32,14 @@ def philox4x32(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt.NDA
     return np.stack([c0, c1, c2, c3])
 
 
-def uniforms(seed: int, draws: npt.ArrayLike, samples: npt.ArrayLike, positions: int) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for m requests at response positions 0..positions-1, shape [m, positions], 53 random bits each.
+def uniforms(seed: int, draws: npt.ArrayLike, samples: npt.ArrayLike, positions: int, starts: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) for m requests at the `positions` response positions from `starts` on, shape [m, positions], 53 random bits each.
 
     Key: the 64 bits of `seed`. Counter: draw (64 bits), sample (32), position (32)."""
     draw, sample = np.asarray(draws, np.uint64), np.asarray(samples, np.uint64)
     counter = np.empty((4, len(draw), positions), np.uint64)
     counter[0], counter[1], counter[2] = (draw & _MASK)[:, None], (draw >> _HALF)[:, None], sample[:, None]
-    counter[3] = np.arange(positions, dtype=np.uint64)
+    counter[3] = np.asarray(starts, np.uint64)[..., None] + np.arange(positions, dtype=np.uint64)
     high, low, _, _ = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
     numbers: npt.NDArray[np.float64] = ((high >> np.uint64(5)) * 2.0**26 + (low >> np.uint64(6))) / 2.0**53  # 27 and 26 bits
     return numbers

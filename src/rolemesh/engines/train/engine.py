@@ -115,6 +115,14 @@ class TrainEngine(Replica):
         merged = merged_weights(self._skeleton, self._names, weight=self._whole, whole=self._whole)
         return ((name, merge()) for name, _, merge in merged)
 
+    def empty_parts(self, *, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names, shapes and formats of `parts`, without contents."""
+        return ((name, form) for name, form in named_weights(self._skeleton) if not adapter_only or is_adapter(name))
+
+    def parts(self, *, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """`named_weights`, the model's own and those of its adapter apart; or the latter alone. Collective where weights are split."""
+        return ((name, self._whole(name)) for name, _ in self.empty_parts(adapter_only=adapter_only))
+
     @property
     def _names(self) -> list[str]:
         return [name for name, _ in self.empty_weights()]

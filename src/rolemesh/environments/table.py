@@ -1,0 +1,56 @@
+"""Environments by name, made from the `environment` section, and what can be known about them before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from rolemesh.config.schema import EnvironmentConfig
+from rolemesh.environments.parsers import TOOL_PARSERS
+from rolemesh.environments.tools import load_tools
+from rolemesh.environments.turns import TurnEncoder
+from rolemesh.errors import ConfigError
+from rolemesh.protocols.environment import Environment, Message
+from rolemesh.registry import check_call, resolve
+
+ENVIRONMENTS: Final[Mapping[str, str]] = {
+    "tools": "rolemesh.environments.tool_use:ToolEnvironment",
+    "reasoning_gym": "rolemesh.environments.reasoning:ReasoningGymEnvironment",
+    "textarena": "rolemesh.environments.arena:TextArenaEnvironment",
+}
+"""Built-in environments, as import paths."""
+
+
+def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """What makes the environment of one episode: it is called with `environment.options`, and with `tools` and `parser` where the section
+    has tools. Raises ConfigError for what cannot be found, or not be called like that."""
+    found = resolve(config.name, ENVIRONMENTS, subject="environment.name")
+    keywords = dict(config.options)
+    if config.tools:
+        parser = resolve(config.parser, TOOL_PARSERS, subject="environment.parser")
+        keywords |= {"tools": load_tools(config.tools), "parser": parser}
+    elif config.name == "tools":
+        raise ConfigError.one("environment.tools", "must name a tool or more", "none", "Write environment.tools=[calculator]")
+    called = f"{config.name}({', '.join(f'{name}=...' for name in keywords)})"
+    check_call(found, [], keywords, subject="environment.options", name=config.name, called=called)
+    return partial(found, **keywords)
+
+
+def tool_schemas(config: EnvironmentConfig | None) -> list[dict[str, Any]]:
+    """What chat templates are told of the section's tools. Raises ConfigError as `load_tools`."""
+    return [dict(tool.schema) for tool in load_tools(config.tools).values()] if config is not None else []
+
+
+def check_environment_section(config: EnvironmentConfig, tokenizer: Any, *, chat: bool) -> None:
+    """Raise ConfigError unless environments can be made, and their messages told to the model. Makes a built-in one, and none of a
+    user's own."""
+    make = environment_maker(config)
+    if config.name in ENVIRONMENTS:
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            raise ConfigError.one("environment.options", f"{config.name} must be able to use them", str(error)) from error
+    if chat and tokenizer is not None and tokenizer.chat_template:
+        message = Message(content="x", role="tool", name="x") if config.tools else Message(content="x", role="user")
+        TurnEncoder(tokenizer, chat=True).encode([message], -1)

@@ -1,0 +1,44 @@
+"""Functions that block, beside the event loop of the episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+
+THREADS: Final = 64
+"""Of one event loop at a time; further calls wait for one."""
+
+_free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """What `function` returns or raises in a thread of its own. Whoever stops waiting leaves it behind: it keeps one of the `THREADS`
+    until it ends, and holds up no one else, nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    free = _free.setdefault(loop, asyncio.Semaphore(THREADS))
+    await free.acquire()
+    done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        free.release()
+        if not done.done():
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = function(), None
+        except BaseException as error:  # noqa: BLE001 - raised again by the one that waits
+            outcome = None, error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, daemon=True, name="tool").start()
+    result, error = await done
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

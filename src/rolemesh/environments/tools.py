@@ -1,0 +1,92 @@
+"""Tools: Python functions that a model may call, with the JSON schema that it is shown. Called by `ToolEnvironment` and by checks."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from rolemesh.environments.parsers import ToolCall
+from rolemesh.environments.threads import in_thread
+from rolemesh.errors import ConfigError, Problem
+from rolemesh.models.tools import tool_schema
+from rolemesh.registry import nearest, resolve
+
+BUILTIN_TOOLS: Final[Mapping[str, str]] = {"calculator": "rolemesh.environments.calculator:calculator"}
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (dict,),
+}
+"""Of JSON schema, as Python values."""
+
+
+class CallRefused(Exception):
+    """A call that its tool does not take; the text is for the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function, synchronous or not, and what the model is told of it."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *, subject: str = "environment.tools") -> Tool:
+        """Raises ConfigError, naming `subject`, for something that is no function, or a function that does not say what it takes."""
+        if not callable(function):
+            raise ConfigError.one(subject, "a tool must be a function", repr(function))
+        schema = tool_schema(function, subject=subject)
+        return cls(name=schema["function"]["name"], function=function, schema=schema)
+
+    async def __call__(self, call: ToolCall) -> str:
+        """The result as text; other values as JSON. Raises CallRefused for arguments that do not fit, and what the function raises."""
+        run = partial(self.function, **self._arguments(call))
+        result = await (run() if inspect.iscoroutinefunction(self.function) else in_thread(run))
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+    def _arguments(self, call: ToolCall) -> dict[str, Any]:
+        try:
+            bound = inspect.signature(self.function).bind(*call.positional, **call.arguments).arguments
+        except TypeError as error:
+            raise CallRefused(f"{self.name}: {error}") from error
+        properties = self.schema["function"]["parameters"]["properties"]
+        for name, value in bound.items():
+            expected = properties.get(name, {}).get("type")
+            allowed = _TYPES.get(expected) if isinstance(expected, str) else None
+            if allowed is not None and (not isinstance(value, allowed) or (isinstance(value, bool) and expected != "boolean")):
+                raise CallRefused(f"{self.name}: {name} must be of the type {expected}, got {json.dumps(value, default=str)[:80]}")
+        return bound
+
+
+def load_tools(names: Sequence[str]) -> dict[str, Tool]:
+    """Tools of `environment.tools` by the name that the model uses. Raises ConfigError with all that cannot be used."""
+    found: dict[str, Tool] = {}
+    problems: list[Problem] = []
+    for number, name in enumerate(names):
+        subject = f"environment.tools.{number}"
+        try:
+            tool = Tool.of(resolve(name, BUILTIN_TOOLS, subject=subject), subject=subject)
+            if tool.name in found:
+                raise ConfigError.one(subject, "tools must have different names", f"two called {tool.name!r}")
+            found[tool.name] = tool
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems=problems)
+    return found
+
+
+def unknown_tool(name: str, tools: Mapping[str, Tool]) -> CallRefused:
+    """What to tell a model that calls a tool which there is not."""
+    hint = nearest(name, tools)
+    return CallRefused(f"no tool {name[:80]!r}; " + (f"did you mean {hint}?" if hint else f"there are {', '.join(tools)}"))
