@@ -16,7 +16,7 @@ import pytest
 
 from rolemesh.cli.main import main
 from rolemesh.config import load_config
-from rolemesh.observe import RunDirectory
+from rolemesh.observe import RunDirectory, write_json
 
 
 def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,16 +40,32 @@ def answered(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["plan"], ["plan", "--nodes", "2x8", "--json"], ["train", "--help"], ["status"], ["status", "light", "--json"]],
+    [
+        ["--help"],
+        ["plan"],
+        ["plan", "--nodes", "2x8", "--json"],
+        ["train", "--help"],
+        ["status"],
+        ["status", "light", "--json"],
+        ["export", "light", "--to", "full"],
+    ],
 )
 def test_what_starts_nothing_loads_neither_torch_nor_ray(tmp_path: Path, arguments: list[str]) -> None:
-    RunDirectory.create(tmp_path / "runs", "light").write_status({"state": "finished", "pid": 1, "step": 3, "steps": 3, "workers": []})
+    run = RunDirectory.create(tmp_path / "runs", "light")
+    run.write_status({"state": "finished", "pid": 1, "step": 3, "steps": 3, "workers": []})
+    run.checkpoint(1).mkdir()
+    write_json(
+        run.checkpoint(1) / "state.json", {"format": 3, "progress": {}, "prompts": {}, "roles": {}, "config": {"model": {"path": "tiny"}}}
+    )
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("an export never replaces what is no model")
+    expected = 2 if arguments[0] == "export" else 0
     code = (
         "import sys\n"
         f"sys.argv = ['rolemesh', *{arguments!r}]\n"
         "from rolemesh.cli.main import main\n"
         "try:\n    main()\n"
-        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        f"except SystemExit as end:\n    assert (end.code or 0) == {expected}, end.code\n"
         "heavy = {'torch', 'ray', 'transformers', 'reasoning_gym', 'sympy', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -64,9 +64,9 @@ def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     weights = dict(named_weights(model))
     plain = without_adapter(without_weights(model))
     names, take = [name for name, _ in named_weights(plain)], weights.__getitem__
-    found = list(merged_weights(model, names, weight=take, whole=take, cut=lambda inside, product: product))
+    found = list(merged_weights(model, names, weight=take, whole=take))
     assert [inside.replace(".base_layer", "") for _, inside, _ in found] == names
-    return {name: weight for name, _, weight in found}
+    return {name: merge() for name, _, merge in found}
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])

@@ -79,6 +79,7 @@ def test_two_cores_get_two_slots_and_a_reward_process(plan):
     assert found.derived["processes"] == 3
     assert found.derived["cpus"] == 1.98
     assert "3 processes share 2 CPUs (0.66 each" in found.warnings[0]
+    assert "2 processes share 1 CPU (0.5 each" in plan("1x0:1c").warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ GIB = 1024**3
 FACTS = ModelFacts(
     family="llama", layers=3, hidden=8, heads=4, kv_heads=2, head_dim=5, intermediate=16, vocab=11, tied=False, parameters=1000
 )
+LARGE = replace(FACTS, parameters=10**9)
 
 
 def config(**more) -> Config:
@@ -128,6 +129,87 @@ def test_models_that_sleep_take_memory_of_the_node():
     assert (asleep.role, asleep.bytes, asleep.on_gpu) == ("actor", 12 * 1000, False)
 
 
+# What stays on a device as long as it is awake, and what computing takes, by the lines of the first test; a critic has 921 parameters.
+ACTOR_HELD, ACTOR_WORKS = 16 * 1000, 50 * 3 * (58 * 20 + 16 * 16) + 50 * 11 * 24
+ROLLOUT_HELD, ROLLOUT_WORKS = 4 * 1000 + (1728 + 88) * 4 + 30720, 1848 + 495104
+CRITIC_HELD, CRITIC_WORKS = 16 * 921, 50 * 3 * (58 * 20 + 16 * 16)
+REF_HELD, REF_WORKS = 4 * 1000, 50 * (40 * 20 + 12 * 16) + 50 * 11 * 24
+
+
+def on_device(**more):
+    pools = {"pools": {"main": {"nodes": [2], "gpus": 1}}}
+    return build_plan(config(**{**pools, **more}), inventory(gpus=2, gpu_memory_bytes=80 * GIB), FACTS).memory[0]
+
+
+def test_a_device_holds_what_is_awake_and_what_one_role_computes_with():
+    trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50}
+    found = on_device()
+    held = CONTEXT_BYTES + ACTOR_HELD + ROLLOUT_HELD
+    assert found.phase_bytes == {"generate": held + ROLLOUT_WORKS, "update": held + ACTOR_WORKS}
+    assert found.gpu_bytes == held + ROLLOUT_WORKS
+    asleep = on_device(trainer={**trainer, "offload": True})
+    assert asleep.phase_bytes == {"generate": held - ACTOR_HELD + ROLLOUT_WORKS, "update": held + ACTOR_WORKS}
+    assert asleep.gpu_bytes == held - ACTOR_HELD + ROLLOUT_WORKS
+    assert asleep.host_bytes == found.host_bytes + 12 * 1000, "weights and moments; gradients are dropped"
+
+    every = {name: {} for name in ("actor", "rollout", "ref", "critic", "reward")}
+    held = CONTEXT_BYTES + ROLLOUT_HELD + REF_HELD
+    found = on_device(roles=every, trainer={**trainer, "offload": True})
+    assert found.phase_bytes == {
+        "generate": held + ROLLOUT_WORKS,
+        "score": held + CRITIC_HELD + CRITIC_WORKS,  # more than the reference works with
+        "update": held + ACTOR_HELD + CRITIC_HELD + ACTOR_WORKS,
+    }
+    awake = on_device(roles=every)
+    assert set(awake.phase_bytes.values()) == {
+        held + ACTOR_HELD + CRITIC_HELD + works for works in (ROLLOUT_WORKS, CRITIC_WORKS, ACTOR_WORKS)
+    }
+    apart = {**every, "ref": {"pool": "other"}, "critic": {"pool": "other"}}
+    pools = {"main": {"nodes": [2], "gpus": 1}, "other": {"nodes": [2], "gpus": 1}}
+    plan = build_plan(config(roles=apart, pools=pools), inventory(gpus=4, gpu_memory_bytes=80 * GIB), FACTS)
+    assert list(plan.memory[0].phases) == ["generate", "update"]
+    other = CONTEXT_BYTES + REF_HELD + CRITIC_HELD + CRITIC_WORKS
+    assert plan.memory[1].phase_bytes == {"score": other, "update": other}
+
+
+def test_below_an_adapter_the_reference_keeps_the_actor_awake():
+    trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50, "offload": True}
+    roles = {name: {} for name in ("actor", "rollout", "ref", "reward")}
+    found = on_device(roles=roles, model={"lora": {"rank": 2}}, trainer=trainer).phase_bytes
+    actor = 4 * (1000 + 984) + 4 * 984 + 8 * 984  # an adapter of rank 2 has 984 parameters, see above
+    assert found["generate"] == CONTEXT_BYTES + ROLLOUT_HELD + ROLLOUT_WORKS
+    assert found["score"] == CONTEXT_BYTES + ROLLOUT_HELD + actor
+
+
+def test_a_device_without_room_names_each_option_with_which_it_would_need_less():
+    """16e9 and 4e9 bytes of weights, gradients, moments and the rollout's weights; the rest is small, or of an option to lower."""
+
+    def told(**more) -> str:
+        pools = {"pools": {"main": {"nodes": [2], "gpus": 1}}}
+        nodes = inventory(memory_bytes=900 * GIB, gpus=2, gpu_memory_bytes=4 * GIB)
+        (problem,) = build_plan(config(**{**pools, **more}), nodes, LARGE).problems
+        return f"{problem.need}; {problem.remedy}"
+
+    trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50}
+    # 20e9 bytes and 600 MiB. Two shards have half of the actor's 16e9, but gather two of three layers and a layer's gradients: 4e9.
+    # With an adapter of rank 16 (7872 parameters) 4e9 are left of them.
+    found = told()
+    assert "a slot needs about 19.2 GiB, most of all to generate" in found
+    options = "15.5 GiB with trainer.sharding=fsdp, 8.0 GiB with model.lora.rank=16"
+    assert found.endswith(f"optimizer of actor, 7.5 GiB each. It would need {options}")
+    # With 3e8 slots of 11 logits and 24 bytes generation works with 73.8 GiB beside them; only there sleep helps.
+    rollout = {"slots": 3 * 10**8}
+    assert "with trainer.offload=true" in told(rollout=rollout)
+    assert "offload" not in told(rollout=rollout, trainer={**trainer, "offload": True})
+    # 8e6 tokens in one micro-batch of three layers: 150 GiB of activations; checkpointing leaves the inputs and one layer.
+    long = {"data": {"max_prompt_tokens": 10**6, "max_response_tokens": 4}, "trainer": {**trainer, "micro_batch_tokens": 10**7}}
+    assert "GiB with trainer.activation_checkpointing=true" in told(**long)
+    long["trainer"]["activation_checkpointing"] = True
+    assert "activation_checkpointing" not in told(**long)
+    split = {"roles": {"actor": {"tensor_parallel": 2}, "rollout": {}, "reward": {}}}
+    assert "lora" not in told(**split), "adapters are not split"
+
+
 def test_bfloat16_halves_the_rollouts_weights_but_the_actor_keeps_float32_and_copies():
     found = lines(build_plan(config(model={"dtype": "bfloat16"}), inventory(), FACTS))
     assert found["actor", "weights"] == 4000
@@ -227,7 +309,8 @@ def test_gpu_memory_counts_apart():
     # The weights pass through the process's own memory, those of actor and rollout after each other.
     copy = lines(plan)["actor", "copy while saving"]
     assert plan.memory[0].host_bytes == GPU_PROCESS_BYTES + 4 * 1000 + copy
-    assert plan.memory[0].gpu_bytes == CONTEXT_BYTES + sum(value for (role, _), value in lines(plan).items() if role) - copy
+    gpu_lines = CONTEXT_BYTES + sum(value for (role, _), value in lines(plan).items() if role) - copy
+    assert sum(line.bytes for line in plan.memory[0].lines if line.on_gpu) == gpu_lines
     (problem,) = build_plan(gpu, inventory(gpus=2, gpu_memory_bytes=1000), FACTS).problems
     assert problem.subject == "pool main on node n"
     assert problem.need.startswith("GPU memory")

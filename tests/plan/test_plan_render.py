@@ -36,6 +36,8 @@ def test_json_has_the_promised_shape():
     assert set(data["memory"]) == {"main", "main/reward"}
     assert [worker["weights"] for worker in data["workers"] if worker["role"] == "rollout"] == ["process"] * 3
     assert data["memory"]["main"]["total_bytes"] == plan.memory[0].total_bytes
+    assert set(data["memory"]["main"]["phases"]) == {"generate", "update"}
+    assert max(data["memory"]["main"]["phases"].values()) == data["memory"]["main"]["gpu_bytes"]
     assert data["problems"] == []
     bad = plan_json(build_plan(GPUS, parse_nodes("1x0:2c"), FACTS))
     assert set(bad["problems"][0]) == {"subject", "need", "free", "remedy"}
@@ -45,6 +47,8 @@ def test_H17_the_picture_shows_roles_pools_nodes_ranks_and_totals():
     text = drawn(build_plan(GPUS, parse_nodes("1x2,1x5"), FACTS))
     for part in ("actor", "rollout", "reward", "pool main", "node-0", "node-1", "rollout 2-6", "7 in all", "KV cache", "samples per step"):
         assert part in text
+    assert "total in host memory" in text
+    assert "at a time on GPU: generate" in text
     assert "actor 0 " in text  # node 0 is drawn slot by slot
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rolemesh.config import Config, ModelFacts, read_model_facts
 from rolemesh.plan import Plan, build_plan, needed_nodes, parse_nodes, plan_json
-from rolemesh.plan.memory import SCORING_BYTES, SCORING_PROCESS_BYTES
+from rolemesh.plan.memory import CONTEXT_BYTES, SCORING_BYTES, SCORING_PROCESS_BYTES
 
 FACTS = ModelFacts(
     family="llama", layers=2, hidden=8, heads=4, kv_heads=2, head_dim=2, intermediate=16, vocab=10, tied=False, parameters=1000
@@ -76,8 +76,13 @@ def test_on_devices_of_their_own(plan, tmp_path: Path) -> None:
     found = lines(made, "judge", "reward")
     assert found == {"weights": (6 * parameters, True), "activations": (50 * (40 * 64 + 12 * 96), True)}, "no functions, no processes"
     assert any("pool judge: 1 of 3 slots hold no worker" in warning for warning in made.warnings)
-    assert plan_json(made)["memory"]["judge"]
+    need = CONTEXT_BYTES + sum(count for count, _ in found.values())
+    assert plan_json(made)["memory"]["judge"]["phases"] == {"score": need}
     assert [node.gpus for node in needed_nodes(plan.config)] == [2, 3]
+    beside = plan("1x8", reward=two, pools={"main": {"nodes": [2], "gpus": 1}}, trainer={"prompts_per_step": 4, "offload": True}).memory[0]
+    scoring = {(line.role, line.what) for line in beside.phases["score"]}
+    assert {role for role, _ in scoring} == {"", "rollout", "reward"}, "the actor sleeps while answers are scored"
+    assert not scoring & {("rollout", "passes"), ("rollout", "sampling")}
 
 
 def test_a_model_that_does_not_fit_its_device_is_refused(plan, tmp_path: Path) -> None:

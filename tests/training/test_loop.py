@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 from training_helpers import ONE_PROCESS, PPO, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.algorithms import Grpo
-from rolemesh.config.schema import ModelConfig
+from rolemesh.config.schema import Config, ModelConfig
 from rolemesh.engines.train import load_value_model
 from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import Metrics, RunDirectory
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
+from rolemesh.training import health
 from rolemesh.training.launch import run_training
 from rolemesh.training.tasks import run_evaluation, run_generation, run_sft
 
@@ -139,7 +141,19 @@ def test_D24_the_first_ratio_is_one_against_the_engines_own_logprobs(tmp_path: P
     for row in rows(run):
         if "reward/mean" in row:
             assert 0 < row["rollout/logprob_gap_max"] < 2e-5, "two programs for the same numbers differ a little"
-            assert 0 < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
+            assert 0 < row["policy/ratio_first_minibatch_mean_deviation"] < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
+
+
+def test_D25_a_mismatch_of_most_tokens_or_a_large_one_of_any_is_a_sign_and_rounding_of_a_few_is_none() -> None:
+    run: Any = SimpleNamespace(config=Config())
+
+    def signs(mean: float, largest: float) -> list[str]:
+        found = {"policy/ratio_first_minibatch_mean_deviation": mean, "policy/ratio_first_minibatch_max_deviation": largest}
+        return [text for _, text in health._signs(run, {"reward/failed": 0, "samples/drawn": 16, **found})]
+
+    assert signs(3e-7, 3e-4) == []
+    assert ["off by 5.0e-04 on average and 2.0e-03 at most" in text for text in signs(5e-4, 2e-3)] == [True]
+    assert ["off by 3.0e-06 on average and 1.0e-01 at most" in text for text in signs(3e-6, 0.1)] == [True]
 
 
 def test_ppo_trains_all_its_roles_and_begins_at_its_reference(tmp_path: Path) -> None:

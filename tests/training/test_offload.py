@@ -12,8 +12,10 @@ from training_helpers import ONE_PROCESS, PPO, Quiet, only_run, rows, small
 
 from rolemesh.config.schema import Config
 from rolemesh.observe import RunDirectory
+from rolemesh.plan.memory import COMPUTING, TRAINED
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.training.launch import run_training
+from rolemesh.training.session import Session
 
 REWARD = "reward=[{name: 'test_offload:varied'}]"
 FAST = ("trainer.learning_rate=0.001", "trainer.warmup_steps=0", REWARD, "deterministic=true")
@@ -81,7 +83,9 @@ class Watching(ActorWorker):
         super().wake()
 
 
-def test_it_sleeps_once_for_each_generation_and_wakes_for_the_update(tmp_path: Path) -> None:
+def test_it_sleeps_once_for_each_generation_and_wakes_for_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, holding = dict[str, set[str]](), Session.holding
+    monkeypatch.setattr(Session, "holding", lambda self, phase, *roles: held.update({phase: {*roles}}) or holding(self, phase, *roles))
     watched = "roles={actor: {worker: 'test_offload:Watching'}, rollout: {}, reward: {}, ref: {}, critic: {}}"
     run = train(tmp_path, *ONE_PROCESS, *PPO, watched, "sft=null", "trainer.offload=true")
     watched_calls = ("actor.sleep", "actor.wake", "actor.update", "rollout.load_weights", "rollout.generate")
@@ -90,3 +94,5 @@ def test_it_sleeps_once_for_each_generation_and_wakes_for_the_update(tmp_path: P
     step = ["actor.sleep", "rollout.generate", "actor.wake", "actor.update", "rollout.load_weights"]
     start = calls.index("rollout.generate") - 1
     assert calls[start : start + 10] == [*step, *step]
+    assert {phase: held[phase] for phase in COMPUTING} == {phase: {*roles} for phase, roles in COMPUTING.items()}
+    assert all(roles & {*TRAINED} <= {*COMPUTING["update"]} for roles in held.values()), "the plan knows the phases with most awake"

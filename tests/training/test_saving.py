@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from training_helpers import ONE_PROCESS, Quiet, only_run, rows, small
 from rolemesh.config.schema import ModelConfig
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.errors import ConfigError, RolemeshError
-from rolemesh.models import load_model
+from rolemesh.models import load_model, load_tokenizer, save_model
 from rolemesh.observe import RunDirectory, read_json_lines
 from rolemesh.roles import marks
 from rolemesh.roles import saving as part
@@ -33,6 +34,13 @@ from rolemesh.training.launch import Loop, run_training
 from rolemesh.training.run import TrainingRun
 
 FEW = ("sft=null", "trainer.save_every=1", "trainer.keep_checkpoints=1")
+ADAPTER = (
+    "model.lora.rank=4",
+    "roles={actor: {}, rollout: {}, reward: {}, ref: {}}",
+    "algorithm.kl_coefficient=0.1",
+    "sft={steps: 2, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
+)
+"""With a reference that a warm start leaves, so that a checkpoint has two adapters."""
 MOVING = ("reward=[{name: 'test_loop:varied'}]", "trainer.learning_rate=0.01", "trainer.warmup_steps=0")
 
 
@@ -192,12 +200,57 @@ def test_G02_a_file_that_may_not_grow_so_far_leaves_the_checkpoint_before(tmp_pa
     assert names(only_run(tmp_path)) == ["step-1"]
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_a_model_of_other_sizes_or_tokens_nor_from_another_format(tmp_path: Path) -> None:
     run, _ = train(tmp_path, "trainer.steps=1")
+    before = sorted(path.stat().st_mtime_ns for path in run.path.rglob("*"))
+    model, tokenizer = load_model(ModelConfig(), seed=0), load_tokenizer(ModelConfig())
+    words = tmp_path / "words"
+    save_model(words, model, tokenizer)
+    file = words / "tokenizer.json"
+    text = json.loads(file.read_text())
+    vocabulary = text["model"]["vocab"]
+    one, other = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(text))
+    small_ = tmp_path / "small"
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 2
+    save_model(small_, type(model)(config), tokenizer)
+
+    def refused(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            run_training(small(tmp_path, *ONE_PROCESS, *FEW, "trainer.steps=2", *overrides), Quiet(), resume=run)
+        return str(error.value)
+
+    assert "layers 2 instead of 4" in refused(f"model.path={small_}")
+    assert "model.tokenizer: must have the vocabulary of" in refused(f"model.tokenizer={words}")
+    assert "model.path: must have the vocabulary of" in refused(f"model.path={words}")
+    assert sorted(path.stat().st_mtime_ns for path in run.path.rglob("*")) == before
     file = run.checkpoint(1) / "state.json"
+    state = json.loads(file.read_text())
+    for damaged, what in (
+        ({"progress": {"steps": 1}}, "must say where the run stands"),
+        ({"config": None}, "must hold all of its sections"),
+    ):
+        file.write_text(json.dumps(state | damaged))
+        assert what in refused()
     file.write_text(json.dumps({"format": 2, "rolemesh": "0.1", "files": {}}))
+    (run.checkpoints / "notes.txt").write_text("mine")
+    assert checkpoint.newest(run)[1] == [], "what is no checkpoint is none that was skipped"
     with pytest.raises(ConfigError, match=r"must be of format 3; found format 2 in \S+step-1, written by rolemesh 0\.1\. .*step-1/model"):
         run_training(small(tmp_path, *ONE_PROCESS, *FEW, "trainer.steps=2"), Quiet(), resume=run)
+
+
+def test_a_checkpoint_that_lies_elsewhere_behind_a_symlink_is_kept_in_its_turn_and_let_go(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "links")
+    for step in (1, 2):
+        (tmp_path / f"disk-{step}").mkdir()
+        run.checkpoint(step).symlink_to(tmp_path / f"disk-{step}")
+        (run.checkpoint(step) / "state.json").write_text("{}")
+    (run.checkpoints / "step-9-mine").mkdir()
+    checkpoint.retain(run, 1)
+    assert names(run) == ["step-2", "step-9-mine"]
+    assert (tmp_path / "disk-1" / "state.json").is_file(), "only the link is the run's"
 
 
 # -- killed at any moment -----------------------------------------------------------------------------------------------------
@@ -225,7 +278,7 @@ def save_for_ever(path: str, first: int) -> None:
         while marks.read_mark(mark) is None:
             time.sleep(0.001)
         mark.unlink()
-        checkpoint.publish(folder, run.checkpoint(step), {"progress": {"step": step}, "prompts": {}, "roles": {}})
+        checkpoint.publish(folder, run.checkpoint(step), {"progress": {"step": step}, "prompts": {}, "roles": {}, "config": {}})
         checkpoint.retain(run, 1)
 
 
@@ -260,10 +313,10 @@ def test_G02_G03_thirty_kills_in_the_middle_of_saves_always_leave_the_newest_one
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("at", [1, 3])
-def test_G05_G10_a_killed_run_goes_on_to_the_state_of_one_that_nobody_killed(tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize(("at", "model"), [(1, ()), (3, ()), (2, ADAPTER)])
+def test_G05_G10_a_killed_run_goes_on_to_the_state_of_one_that_nobody_killed(tmp_path: Path, at: int, model: tuple[str, ...]) -> None:
     """Over the end of an epoch; the kill falls anywhere into the step after `at`, or into its save."""
-    few = (*MOVING, "data.size=14", "trainer.save_samples_every=1", "trainer.steps=5", "trainer.keep_checkpoints=9")
+    few = (*MOVING, *model, "data.size=14", "trainer.save_samples_every=1", "trainer.steps=5", "trainer.keep_checkpoints=9")
     whole, _ = train(tmp_path / "whole", *few)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=train, args=(tmp_path / "cut", *few), daemon=True)

@@ -121,11 +121,12 @@ def export(
     to: Annotated[Path, typer.Option(help="Folder to write: new or empty.")],
     step: Annotated[int | None, typer.Option(min=0, help="Checkpoint of this step (default: the newest complete one).")] = None,
     dtype: Annotated[str, typer.Option(help="Number format of the weights: float32 or bfloat16.")] = "float32",
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, for peft, instead of a merged model.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model or adapter that is there.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Write a trained model as a Hugging Face folder, and check that transformers loads the same from it."""
-    running.export(which, to, step, dtype, runs_dir, force=force)
+    """Write a trained model as a Hugging Face folder, or its adapter as one of peft, and check that they load the same from it."""
+    running.export(which, to, step, dtype, runs_dir, adapter=adapter, force=force)
 
 
 @app.command()

@@ -162,12 +162,12 @@ def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: 
         typer.echo(answer)
 
 
-def export(which: str, to: Path, step: int | None, dtype: str, runs_dir: Path, *, force: bool) -> None:
+def export(which: str, to: Path, step: int | None, dtype: str, runs_dir: Path, *, adapter: bool, force: bool) -> None:
     """See `rolemesh export --help`."""
     _prepare_process()
     from rolemesh.training.export import plan_export, run_export
 
-    planned = plan_export(which, to, runs_dir=runs_dir, step=step, dtype=dtype, force=force)
+    planned = plan_export(which, to, runs_dir=runs_dir, step=step, dtype=dtype, adapter=adapter, force=force)
     run_export(planned, lambda text: typer.echo(text, err=True))
     typer.echo(str(to))
 

@@ -11,13 +11,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from accelerate import init_empty_weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rolemesh.config.schema import LoraConfig, ModelConfig
@@ -33,6 +35,8 @@ NAME: Final = "default"
 """Of the adapter, as peft calls the only one."""
 BASE: Final = "base_layer"
 """Under which an adapted layer keeps its own weights."""
+ROUNDING: Final = 1e-5
+"""Of the largest weight: another device or number of threads may sum up a product in another order."""
 
 
 def check_lora(model: ModelConfig) -> None:
@@ -115,22 +119,39 @@ def merged_weights(
     *,
     weight: Callable[[str], Tensor],
     whole: Callable[[str], Tensor],
-    cut: Callable[[str, Tensor], Tensor],
-) -> Iterator[tuple[str, str, Tensor]]:
-    """What a model without adapter needs to compute the same: (name, name in `model`, W + s B A) for each of `names`, those of that model.
+    cut: Callable[[str, Tensor], Tensor] = lambda inside, product: product,
+) -> Iterator[tuple[str, str, Callable[[], Tensor]]]:
+    """What a model without adapter needs to compute the same: (name, name in `model`, what gives W + s B A) for each of `names`, those of
+    that model.
 
     By names in `model`, `weight` gives W or a part of it, `whole` all of B or A, in the same order everywhere, and `cut` of an s B A
-    what belongs to that part. None of their weights is changed."""
+    what belongs to that part. They are merged when that is called, and none is changed."""
     layers = _adapted(model)
     for name in names:
-        inside = _inside(layers, name)
-        found, (path, _, leaf) = weight(inside), name.rpartition(".")
+        inside, (path, _, leaf) = _inside(layers, name), name.rpartition(".")
         if leaf == "weight" and path in layers:
-            layer = layers[path]
             b, a = whole(f"{path}.lora_B.{NAME}.weight"), whole(f"{path}.lora_A.{NAME}.weight")
-            product = b.float() @ a.float()
-            found = found + cut(inside, (product.T if layer.fan_in_fan_out else product) * layer.scaling[NAME])
-        yield name, inside, found
+            yield name, inside, partial(_merge, layers[path], weight(inside), b, a, partial(cut, inside))
+        else:
+            yield name, inside, partial(weight, inside)
+
+
+def _merge(layer: LoraLayer, weight: Tensor, b: Tensor, a: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    product = b.float() @ a.float()
+    return weight + cut((product.T if layer.fan_in_fan_out else product) * layer.scaling[NAME])
+
+
+def other_weights(merged: Iterable[tuple[str, str, Callable[[], Tensor]]], stored: Callable[[str, str], Tensor | None]) -> Iterator[str]:
+    """Names of weights that `merged_weights` makes otherwise than they were saved, by more than rounding: the model below the adapter is
+    another one then. `stored` gives what was saved by both names, None of what was not."""
+    for name, inside, merge in merged:
+        found, expected = stored(name, inside), merge().cpu()
+        if found is None or found.shape != expected.shape or _apart(found, expected):
+            yield name
+
+
+def _apart(found: Tensor, expected: Tensor) -> bool:
+    return bool(found.numel()) and bool((found - expected).abs().max() > ROUNDING * expected.abs().max())
 
 
 class AdapterMerge:
@@ -153,11 +174,8 @@ class AdapterMerge:
         if not self._base:
             raise ValueError("an adapter was published to a worker that does not have the model's own weights; publish these with it")
         names = [name.replace(f".{BASE}.", ".") for name in self._base]
-        merged = merged_weights(
-            self._skeleton, names, weight=self._base.__getitem__, whole=adapter.__getitem__, cut=lambda inside, product: product
-        )
-        for name, _, weight in merged:
-            yield name, weight
+        for name, _, merge in merged_weights(self._skeleton, names, weight=self._base.__getitem__, whole=adapter.__getitem__):
+            yield name, merge()
 
 
 def saved_name(name: str) -> str:
@@ -171,6 +189,26 @@ def save_adapter_config(folder: Path, model: nn.Module) -> None:
     config = copy.copy(cast(Any, model).peft_config[NAME])
     config.inference_mode = True
     config.save_pretrained(str(folder))
+
+
+def load_adapter(model: nn.Module, file: Path) -> None:
+    """Give the adapter of `model` the weights in a file of peft's. Raises ValueError for names or shapes that do not fit, and OSError and
+    SafetensorError for a file that cannot be read."""
+    own = {saved_name(name): parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    found = load_file(file)
+    fit = {name: tensor.shape for name, tensor in found.items()} == {name: parameter.shape for name, parameter in own.items()}
+    if not fit:
+        raise ValueError(f"{file} is an adapter of other layers, another rank or another model")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])
+
+
+def read_by_peft(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """`base`, changed in place: with the adapter in peft's folder. Raises what peft does."""
+    import peft
+
+    return cast(PreTrainedModel, peft.PeftModel.from_pretrained(base, str(folder)).eval().get_base_model())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder that is either whole or absent. Called by checkpoints and `export`."""
+"""Write a model, or an adapter, as a folder that is either whole or absent. Called by checkpoints and `export`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,28 @@ def save_model(
     *,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write weights (safetensors), config, generation config and tokenizer to `folder`, replacing what is there.
+    """Write weights (safetensors), config, generation config and tokenizer; see `save_folder`."""
 
-    Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half a model. `check` looks at
-    what was written, and raises to leave everything as it was.
+    def write(fresh: Path) -> None:
+        _save_weights(fresh, model)
+        tokenizer.save_pretrained(fresh)
+
+    save_folder(folder, write, check=check)
+
+
+def save_folder(folder: Path, write: Callable[[Path], None], *, check: Callable[[Path], None] | None = None) -> None:
+    """Have `write` fill `folder`, replacing what is there.
+
+    Everything is written and synced beside `folder` first and then renamed, so that a reader never meets half of it. `check` looks at
+    what was written, and raises to leave everything as it was. A symlink stays one, to what it leads to now.
     """
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        _save_weights(fresh, model)
-        tokenizer.save_pretrained(fresh)
+        write(fresh)
         _sync(fresh)
         if check is not None:
             check(fresh)

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder holds the model that it should, as plain transformers reads it. Called by `export`."""
+"""Whether a folder holds the model or the adapter that it should, as plain transformers and peft read it. Called by `export`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rolemesh.models.load import LOAD_ERRORS
+from rolemesh.models.load import LOAD_ERRORS, attention
+from rolemesh.models.lora import read_by_peft
 
 PROBE_TOKENS = 16
 
@@ -21,7 +22,8 @@ def differences(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
         return missing
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        found = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, attn_implementation="sdpa", **options).eval()
+        kernel = attention(model.config)
+        found = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, attn_implementation=kernel, **options).eval()
         words = AutoTokenizer.from_pretrained(folder, **options)
     except LOAD_ERRORS as error:
         return [f"transformers cannot load it: {type(error).__name__}: {error}"]
@@ -35,6 +37,17 @@ def differences(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
     if words.get_vocab() != tokenizer.get_vocab():
         wrong.append("its tokens have other ids")
     return wrong
+
+
+def adapter_differences(folder: Path, base: PreTrainedModel, model: PreTrainedModel) -> list[str]:
+    """What is wrong with peft's folder of the adapter of `model`; empty when with it `base`, which is changed, has every weight and the
+    logits of `model`, to the last bit."""
+    try:
+        found = read_by_peft(base, folder)
+    except LOAD_ERRORS as error:
+        return [f"peft cannot load it: {type(error).__name__}: {error}"]
+    wrong = _other_weights(model.state_dict(), found.state_dict())
+    return wrong or ([] if _same_logits(found, model) else ["its logits differ"])
 
 
 @torch.no_grad()

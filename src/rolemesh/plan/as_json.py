@@ -89,4 +89,5 @@ def _worker(worker: WorkerPlan, names: list[str]) -> dict[str, Any]:
 
 def _memory(entry: PoolMemory) -> dict[str, Any]:
     lines = [asdict(line) for line in entry.lines]
-    return {"total_bytes": entry.total_bytes, "host_bytes": entry.host_bytes, "gpu_bytes": entry.gpu_bytes, "lines": lines}
+    totals = {"total_bytes": entry.total_bytes, "host_bytes": entry.host_bytes, "gpu_bytes": entry.gpu_bytes}
+    return totals | {"phases": entry.phase_bytes, "lines": lines}

@@ -15,8 +15,9 @@ from rolemesh.plan import vllm
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
-from rolemesh.plan.memory import WITH_MODEL, check_memory, node_memory, pool_memory, reward_memory
+from rolemesh.plan.memory import WITH_MODEL, cheaper, node_memory, pool_memory, reward_memory
 from rolemesh.plan.placement import Counts, Placement, place, too_many_workers
+from rolemesh.plan.room import check_memory
 from rolemesh.plan.routes import Place, weight_format, weight_route
 from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.shares import Shares, divide_cpus
@@ -279,7 +280,8 @@ def _memory(
     if ACTOR in models and routes - {"process"}:
         memory.append(node_memory(config, models[ACTOR], routes))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
-    problems += check_memory(nodes, memory, places, {name: _devices(config, name) for name in config.pools})
+    devices = {name: _devices(config, name) for name in config.pools}
+    problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks, judges))
     return tuple(memory)
 
 

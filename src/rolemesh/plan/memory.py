@@ -44,23 +44,27 @@ With activation checkpointing, activations are T (4 layers w) and one block's. T
 intermediate size; with a mixture of experts, i and 8 w more (20 w in bfloat16) for each expert of a token. The constants of activations
 and logits are bounds of what was measured on seven architectures. A reference that is the actor without its adapter takes nothing: its
 passes are smaller than the actor's.
+
+What a device holds at a time is less than the sum. Of roles that do not compute just then only weights, gradients, moments, fused copies
+and cache are there; a process computes for one role at a time; and with `trainer.offload` actor and critic are asleep in phases of others.
+So its need is that of the phase that takes most, of generation, scoring and update. Other phases have no more models awake, and compute
+nothing (publication, saves) or the same (evaluation, a warm start).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from rolemesh.config.model_files import ModelFacts
-from rolemesh.config.schema import Config
-from rolemesh.errors import Problem
+from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.plan import vllm
 from rolemesh.plan.ledger import has_device
 from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.routes import Route
-from rolemesh.plan.schema import MemoryLine, NodeInfo, PoolMemory
+from rolemesh.plan.schema import MemoryLine, PoolMemory
 
 MIB: Final = 1024**2
 PROCESS_BYTES: Final = 500 * MIB
@@ -78,6 +82,12 @@ SCORING_PROCESS_BYTES: Final = 40 * MIB
 COPY: Final = "copy while saving"
 TRAINED: Final = (ACTOR, CRITIC)
 WITH_MODEL: Final = (ACTOR, CRITIC, REF, ROLLOUT)
+COMPUTING: Final = {"generate": (ROLLOUT,), "score": (REWARD, REF, CRITIC), "update": (ACTOR, CRITIC)}
+"""Who computes in the phases of a step that take most of a device."""
+WORKING: Final = ("gathered", "bfloat16 copies", "activations", "logits", "sampling", "passes")
+"""Lines of memory that is there only while its role computes."""
+VISIBLE: Final = 0.99
+"""Part of a need from which on another one is not worth to be told."""
 FAST_FAMILIES: Final = ("llama", "qwen2", "qwen3")
 """Architectures whose weights the built-in rollout engine fuses."""
 
@@ -111,7 +121,43 @@ def pool_memory(
         lines.append(MemoryLine(role="", what="context", bytes=CONTEXT_BYTES, on_gpu=True))
     if on_device and models:
         lines.append(MemoryLine(role="", what="loading", bytes=max(line.bytes for line in models if line.what == "weights")))
-    return PoolMemory(pool=pool, lines=(*lines, *models))
+    found = tuple(replace(line, working=line.what in WORKING) for line in (*lines, *models))
+    return PoolMemory(pool=pool, lines=found, phases=_phases(config, found) if on_device else {})
+
+
+def _phases(config: Config, lines: Sequence[MemoryLine]) -> dict[str, tuple[MemoryLine, ...]]:
+    """What of the lines of a slot is on its device in each phase in which one of its roles computes."""
+    found, roles = {}, {line.role for line in lines if line.on_gpu}
+    for phase, computing in COMPUTING.items():
+        if here := [role for role in computing if role in roles]:
+            using = {*computing, *((ACTOR,) if REF in here and config.ref_is_actor else ())}
+            asleep = {*TRAINED} - using if config.trainer.offload else set()
+            held = [line for line in lines if line.on_gpu and not line.working and line.role not in asleep]
+            works = [[line for line in lines if line.on_gpu and line.working and line.role == role] for role in here]
+            found[phase] = (*held, *max(works, key=lambda mine: sum(line.bytes for line in mine)))
+    return found
+
+
+def cheaper(config: Config, *of: Any) -> list[tuple[str, int]]:
+    """(option, bytes on a device of one slot with it) of each single option with which a pool needs visibly less; `of` are the other
+    arguments of `pool_memory`."""
+    now = pool_memory(config, *of).gpu_bytes
+    needs = [(option, pool_memory(other, *of).gpu_bytes) for option, other in _alternatives(config)]
+    return [(option, need) for option, need in needs if need < VISIBLE * now]
+
+
+def _alternatives(config: Config) -> Iterator[tuple[str, Config]]:
+    """Configs with another way to train, and the option that makes each of them of this one."""
+    changes: dict[str, dict[str, Any]] = {"activation_checkpointing=true": {"activation_checkpointing": True}}
+    changes["sharding=fsdp"] = {"sharding": "fsdp"}
+    actor, rollout = (config.roles.get(role) for role in (ACTOR, ROLLOUT))
+    if actor is not None and rollout is not None and actor.pool == rollout.pool:
+        changes["offload=true"] = {"offload": True}
+    for text, change in changes.items():
+        yield f"trainer.{text}", config.model_copy(update={"trainer": config.trainer.model_copy(update=change)})
+    if config.model.lora is None and (actor is None or actor.tensor_parallel == 1):
+        lora = LoraConfig()
+        yield f"model.lora.rank={lora.rank}", config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
 
 def reward_memory(config: Config, role: str) -> PoolMemory:
@@ -251,77 +297,6 @@ def micro_batch_tokens(config: Config, ranks: int, minibatches: int | None = Non
     rows = -(-config.trainer.prompts_per_step * config.algorithm.group_size // parts // max(1, ranks))
     length = config.data.max_prompt_tokens + config.data.max_response_tokens
     return min(max(config.trainer.micro_batch_tokens, length), rows * length)
-
-
-def check_memory(
-    nodes: Sequence[NodeInfo], memory: Sequence[PoolMemory], places: Sequence[Mapping[int, int]], devices: Mapping[str, float]
-) -> list[Problem]:
-    """Nodes and devices that cannot hold their processes. `places[i]` counts the processes of `memory[i]` by node; `devices` are those
-    of one slot by pool, a share of one counting as such. Nodes in the same trouble are told once."""
-    problems: dict[str, tuple[Problem, int]] = {}
-    needs: dict[int, int] = {}
-    for entry, counts in zip(memory, places, strict=True):
-        for node, count in counts.items():
-            needs[node] = needs.get(node, 0) + count * entry.host_bytes
-            if problem := _device_problem(entry, nodes[node], devices.get(entry.pool, 0)):
-                _count(problems, f"device {entry.pool} {nodes[node].gpu_memory_bytes}", problem)
-    for node, need in needs.items():
-        if need > nodes[node].usable_memory:
-            here = [entry for entry, counts in zip(memory, places, strict=True) if node in counts]
-            _count(problems, f"host {need} {nodes[node].usable_memory}", _node_problem(nodes[node], need, here))
-    return [
-        problem if count == 1 else replace(problem, subject=f"{problem.subject} (and {count - 1} more)")
-        for problem, count in problems.values()
-    ]
-
-
-def _count(problems: dict[str, tuple[Problem, int]], kind: str, problem: Problem) -> None:
-    first, count = problems.get(kind, (problem, 0))
-    problems[kind] = (first, count + 1)
-
-
-def _device_problem(entry: PoolMemory, node: NodeInfo, devices: float) -> Problem | None:
-    # 0 bytes of device memory means that nobody knows.
-    free = round(node.gpu_memory_bytes * devices)
-    if not free or entry.gpu_bytes <= free:
-        return None
-    what = f"1/{round(1 / devices)} GPU" if devices < 1 else f"{devices:g} GPU{'' if devices == 1 else 's'}"
-    return Problem(
-        subject=f"pool {entry.pool} on node {node.name}",
-        need=f"GPU memory: a slot needs about {size(entry.gpu_bytes)}",
-        free=f"{size(free)} on {what}",
-        remedy=_remedy([replace(entry, lines=tuple(line for line in entry.lines if line.on_gpu))]),
-    )
-
-
-def _node_problem(node: NodeInfo, need: int, memory: Sequence[PoolMemory]) -> Problem:
-    taken = "" if node.free_memory_bytes is None else f" free of {size(node.memory_bytes)}"
-    return Problem(
-        subject=f"node {node.name}",
-        need=f"memory: its processes need about {size(need)}",
-        free=f"{size(node.usable_memory)}{taken}",
-        remedy=_remedy([replace(entry, lines=tuple(line for line in entry.lines if not line.on_gpu)) for entry in memory]),
-    )
-
-
-_LOWER: Final = {
-    "process": "Give the pools fewer slots",
-    "loading": "Give the pools fewer slots a node",
-    "context": "Lower pools.<pool>.share",
-    "KV cache": "Lower rollout.slots or data.max_response_tokens",
-    "sampling": "Lower rollout.slots",
-    "passes": "Lower rollout.slots or data.max_prompt_tokens",
-    "activations": "Lower trainer.micro_batch_tokens",
-    "logits": "Lower trainer.micro_batch_tokens",
-    COPY: "Set trainer.async_save=false",
-}
-
-
-def _remedy(memory: Sequence[PoolMemory]) -> str:
-    """The setting that lowers the largest part."""
-    line = max((line for entry in memory for line in entry.lines), key=lambda line: line.bytes)
-    owner = f"{line.what} of {line.role}" if line.role else line.what
-    return f"{_LOWER.get(line.what, 'Use a smaller model')}; the largest part is {owner}, {size(line.bytes)} each"
 
 
 def size(count: float) -> str:

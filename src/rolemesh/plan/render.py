@@ -274,7 +274,12 @@ def _memory_table(plan: Plan) -> Table:
         for position, line in enumerate(entry.lines):
             where = " (GPU)" if line.on_gpu else ""
             table.add_row(memory_name(entry) if position == 0 else "", _styled(line.role, line.role), line.what + where, size(line.bytes))
-        table.add_row("", "", Text("total", style="bold"), Text(size(entry.total_bytes), style="bold"))
+        table.add_row(
+            "", "", Text("total in host memory" if entry.phases else "total", style="bold"), Text(size(entry.host_bytes), style="bold")
+        )
+        for phase, count in entry.phase_bytes.items():
+            style = "bold" if count == entry.gpu_bytes else ""
+            table.add_row("", "", Text(f"at a time on GPU: {phase}", style=style), Text(size(count), style=style))
         table.add_section()
     return table
 

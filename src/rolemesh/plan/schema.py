@@ -184,6 +184,8 @@ class MemoryLine:
     what: str
     bytes: int
     on_gpu: bool = False
+    working: bool = False
+    """Taken only while the role computes; the rest as long as it is there, or awake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,18 +196,25 @@ class PoolMemory:
     lines: tuple[MemoryLine, ...]
     process: str = "slot"
     """`slot`, the role that has processes of its own (reward), or `node`: what the processes of a node share, once for each node."""
+    phases: Mapping[str, tuple[MemoryLine, ...]] = field(default_factory=dict)
+    """What of `lines` is on its device in each phase of a step that takes much; empty without a device or models."""
 
     @property
     def total_bytes(self) -> int:
-        return sum(line.bytes for line in self.lines)
+        return self.host_bytes + self.gpu_bytes
 
     @property
     def gpu_bytes(self) -> int:
-        return sum(line.bytes for line in self.lines if line.on_gpu)
+        """The most that is on its device at a time."""
+        return max(self.phase_bytes.values(), default=sum(line.bytes for line in self.lines if line.on_gpu))
+
+    @property
+    def phase_bytes(self) -> dict[str, int]:
+        return {phase: sum(line.bytes for line in lines) for phase, lines in self.phases.items()}
 
     @property
     def host_bytes(self) -> int:
-        return self.total_bytes - self.gpu_bytes
+        return sum(line.bytes for line in self.lines if not line.on_gpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

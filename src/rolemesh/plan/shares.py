@@ -14,7 +14,7 @@ from typing import Final
 
 from rolemesh.config.schema import Config
 from rolemesh.names import REWARD
-from rolemesh.plan.ledger import CPU, USABLE_SHARE, Ledger, has_device, number
+from rolemesh.plan.ledger import CPU, USABLE_SHARE, Ledger, amounts_text, has_device, number
 from rolemesh.plan.placement import Placement, process_cpus
 
 DEVICE_SLOT_CPUS: Final = 4
@@ -105,11 +105,9 @@ def _divide(groups: list[_Group], ledger: Ledger) -> tuple[float, bool]:
 
 
 def _squeezed(groups: list[_Group], share: float, ledger: Ledger) -> str:
-    processes = sum(group.count for group in groups)
-    return (
-        f"{processes} processes share {number(ledger.node.usable(CPU))} CPUs ({number(share)} each where not set), "
-        "so phases that overlap slow each other down"
-    )
+    processes, cpus = sum(group.count for group in groups), amounts_text({CPU: ledger.node.usable(CPU)})
+    who = f"{processes} processes share {cpus} ({number(share)} each where not set)" if processes > 1 else f"one process has {cpus}"
+    return f"{who}, so phases that overlap slow each other down"
 
 
 def _named(names: list[str]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from rolemesh.algorithms import create_algorithm
 from rolemesh.batch import Batch
+from rolemesh.config.model_files import BUILTIN_MODELS, model_files
 from rolemesh.config.schema import Config
 from rolemesh.engines.train import OptimizerSettings, TrainEngine
 from rolemesh.engines.train.tensor_file import TensorFile
@@ -72,7 +73,8 @@ class ActorWorker(TrainedWorker):
         opened = open_weights(chosen) if reads_parts(self.config, self.context) else None
         model, weights = opened if opened is not None else (load_model(chosen, seed=seed), None)
         if chosen.lora is not None:
-            add_adapter(model, chosen.lora, seed=seed, base=chosen.path)
+            base = chosen.path if chosen.path in BUILTIN_MODELS else str(model_files(chosen.path).main.absolute())
+            add_adapter(model, chosen.lora, seed=seed, base=base)
             weights = None if weights is None else adapted_names(model, weights)
         return model, weights
 
@@ -83,8 +85,8 @@ class ActorWorker(TrainedWorker):
         """All epochs and mini-batches of one step: `count` mini-batches, each one optimizer step, on this rank's rows of them.
 
         Before the first weight change, in the first mini-batch that has a token to train, `policy/ratio_first_minibatch_max_deviation`
-        is the largest |ratio - 1| and `rollout/logprob_gap_max` the largest difference between the log-probabilities of trainer and
-        engine. Returns the optimizer steps done so far.
+        is the largest |ratio - 1|, `policy/ratio_first_minibatch_mean_deviation` its mean, and `rollout/logprob_gap_max` the largest
+        difference between the log-probabilities of trainer and engine. Returns the optimizer steps done so far.
         """
         before = self.engine.step
         for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
@@ -99,7 +101,9 @@ class ActorWorker(TrainedWorker):
         if compare and kept.any():
             gap = (tokens.logprobs.detach() - tokens.old_logprobs)[kept]
             metrics.max("rollout/logprob_gap_max", gap.abs().max())
-            metrics.max("policy/ratio_first_minibatch_max_deviation", (gap.exp() - 1).abs().max())
+            off = gap.expm1().abs()
+            metrics.max("policy/ratio_first_minibatch_max_deviation", off.max())
+            metrics.mean("policy/ratio_first_minibatch_mean_deviation", off.mean(), weight=len(off))
         return self.algorithm.loss(tokens, metrics, terms)
 
     @register(dispatch=BY_MINIBATCH, reads=actor_reads)
@@ -166,6 +170,13 @@ class ActorWorker(TrainedWorker):
     @property
     def restored_file(self) -> str:
         return self.adapter_file if self.config.model.lora is not None else self.weights_file
+
+    @register(dispatch="all", mutates=True)
+    def restore(self, folder: str, saved: dict[str, Any]) -> None:
+        """See `TrainedWorker`; raises ValueError too when an adapter is restored on another model than it was trained on."""
+        super().restore(folder, saved)
+        if self.config.model.lora is not None:
+            self.engine.check_below_adapter(Path(folder) / self.weights_file)
 
     def files(self) -> dict[str, TensorFile]:
         """With an adapter also that; the weights are merged then."""

@@ -28,6 +28,8 @@ STATE: Final = "state.json"
 FORMAT: Final = 3
 MODEL: Final = "model"
 """The folder of the policy, which transformers loads."""
+ADAPTER: Final = "adapter"
+"""The folder of an adapter, which peft loads."""
 _NAME: Final = re.compile(r"step-\d+")
 _PARTIAL: Final = ".partial"
 
@@ -59,7 +61,10 @@ def remove(folder: Path) -> None:
     if folder.is_dir():
         gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_PARTIAL}")
         os.rename(folder, gone)
-        shutil.rmtree(gone)
+        if gone.is_symlink():
+            gone.unlink()
+        else:
+            shutil.rmtree(gone)
 
 
 def retain(directory: RunDirectory, keep: int) -> None:
@@ -130,7 +135,8 @@ def _sizes(folder: Path) -> dict[str, int]:
 def newest(directory: RunDirectory, subject: str = "--resume") -> tuple[Path, list[Path]]:
     """(newest complete checkpoint, incomplete ones that were skipped). Raises ConfigError, about `subject`, when there is none."""
     found = complete(directory)
-    skipped = [path for path in directory.checkpoints.iterdir() if path not in found] if directory.checkpoints.is_dir() else []
+    there = directory.checkpoints.iterdir() if directory.checkpoints.is_dir() else ()
+    skipped = [path for path in there if path not in found and (_NAME.fullmatch(path.name) or path.name.endswith(_PARTIAL))]
     if not found:
         raise ConfigError.one(
             subject,
@@ -149,10 +155,10 @@ def read_state(folder: Path) -> dict[str, Any]:
         found = f"format {state.get('format')} in {folder}, written by rolemesh {writer}"
         remedy = f"Resume with that version, or train on in a new run from {folder / MODEL}"
         raise ConfigError.one("--resume", f"checkpoints must be of format {FORMAT}", found, remedy)
-    lacking = [name for name in ("progress", "prompts", "roles") if not isinstance(state.get(name), dict)]
+    lacking = [name for name in ("progress", "prompts", "roles", "config") if not isinstance(state.get(name), dict)]
     if lacking:
         remedy = "Remove this folder to go on from the checkpoint before it"
-        raise ConfigError.one("--resume", f"{folder / STATE} must hold progress, prompts and roles", f"no {', '.join(lacking)}", remedy)
+        raise ConfigError.one("--resume", f"{folder / STATE} must hold all of its sections", f"no {', '.join(lacking)}", remedy)
     return state
 
 

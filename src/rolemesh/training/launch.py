@@ -29,7 +29,7 @@ from rolemesh.training import phases, saving, serving, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
 from rolemesh.training.pools import TakenOver, taken_over
-from rolemesh.training.preflight import Checked, Prepared, Site, check
+from rolemesh.training.preflight import Checked, Prepared, Site, check, check_saved_model
 from rolemesh.training.recorder import Display, Recorder
 from rolemesh.training.run import Progress, TrainingRun
 from rolemesh.training.session import Session
@@ -192,18 +192,31 @@ def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
     state = checkpoints.read_state(folder)
     directory.read_metrics()
     read_journal(directory.journal)
-    done, steps = state["progress"].get("step", 0), prepared.config.trainer.steps
+    done, steps = _progress(folder, state).step, prepared.config.trainer.steps
     if steps < done:
         remedy = f"Set trainer.steps above {done} to train on"
         raise ConfigError.one("trainer.steps", f"must be at least the {done} steps that {directory.name} has done", str(steps), remedy)
     prepared.prompts.load_state(state["prompts"])
     earlier = load_config(str(directory.config))
     checkpoints.check_roles(folder, state, earlier, prepared.config)
+    check_saved_model(folder / checkpoints.MODEL, prepared)
     before, after = (config.model_dump(mode="json") for config in (earlier, prepared.config))
     changed = {name: after[name] for name in after if after[name] != before[name]}
     if any(before["algorithm"][name] != after["algorithm"][name] for name in ("kl_coefficient", "kl_target")):
         state["progress"]["kl_coefficient"] = None  # what was adapted belongs to the settings before
     return Checkpoint(folder=folder, state=state, skipped=tuple(path.name for path in skipped), changed=changed)
+
+
+def _progress(folder: Path, state: dict[str, Any]) -> Progress:
+    """Where the checkpoint stands. Raises ConfigError for a manifest that does not say."""
+    try:
+        found = Progress(**state["progress"])
+        if not isinstance(found.step, int):
+            raise TypeError(f"step is {found.step!r}")
+    except TypeError as error:
+        need, remedy = f"{folder / checkpoints.STATE} must say where the run stands", "Remove this folder to go on from the one before it"
+        raise ConfigError.one("--resume", need, str(error), remedy) from error
+    return found
 
 
 async def _train(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from rolemesh import models
 from rolemesh.algorithms import ALGORITHMS, check_needs
 from rolemesh.config import check_config
+from rolemesh.config.model_files import read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
 from rolemesh.data.mixture import merged_summary
@@ -157,6 +159,22 @@ def _check_reward_model(config: Config, number: int, policy: PreTrainedTokenizer
     except ConfigError as error:
         raise ConfigError(problems=[replace(problem, subject=f"{option}.path") for problem in error.problems]) from error
     models.RewardReader(model, policy, option=option)
+
+
+def check_saved_model(folder: Path, checked: Checked) -> None:
+    """Raise ConfigError when the model in a checkpoint has other sizes than the config's, or gives tokens other ids."""
+    model, remedy = checked.config.model, "Resume with the model of the run, or train on in a new run"
+    saved, now = (read_model_facts(path) for path in (str(folder), model.path))
+    sizes = {name: (getattr(saved, name), getattr(now, name)) for name in ("layers", "hidden", "vocab")}
+    if other := [f"{name} {after} instead of {before}" for name, (before, after) in sizes.items() if before != after]:
+        need = f"must be a model of the sizes of that in {folder}"
+        raise ConfigError.one("model.path", need, f"{', '.join(other)} in {model.path}", remedy)
+    known = models.load_tokenizer(model.model_copy(update={"path": str(folder), "tokenizer": None})).get_vocab()
+    mine = checked.tokenizer.get_vocab()
+    if known != mine:
+        subject = "model.path" if model.tokenizer is None else "model.tokenizer"
+        found = f"{len(mine)} tokens, there {len(known)}, not all with the same ids"
+        raise ConfigError.one(subject, f"must have the vocabulary of {folder}", found, remedy)
 
 
 def _with_roles(config: Config, names: Sequence[str] | None) -> Config:

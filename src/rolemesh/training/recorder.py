@@ -10,11 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from rolemesh.config.schema import Config
 from rolemesh.observe import EventLog, JsonlSink, Metrics, MetricValue, RunDirectory, Sink, Span, Stage, Tracer, create_sinks
 from rolemesh.runtime import CallRecord
+
+COMPARED: Final = (
+    "policy/ratio_first_minibatch_max_deviation",
+    "policy/ratio_first_minibatch_mean_deviation",
+    "rollout/logprob_gap_max",
+)
+"""What is 0 in a step that trains nothing."""
 
 
 class Display(Protocol):
@@ -120,7 +127,7 @@ class Recorder:
             "bottleneck/reason": f"{call}: {self._times[slowest] / seconds:.0%} of the step",
         }
         if self._policy_untouched:  # nothing was trained, so nothing was compared
-            row |= {"policy/ratio_first_minibatch_max_deviation": 0.0, "rollout/logprob_gap_max": 0.0}
+            row |= dict.fromkeys(COMPARED, 0.0)
         self.row = row
         self._write(step, row)
         self.display.step(step, row)

@@ -15,6 +15,7 @@ from rolemesh.engines.rollout import create_engine
 from rolemesh.engines.train import OptimizerSettings, Scorer, TrainEngine
 from rolemesh.engines.train.placed import without_weights
 from rolemesh.engines.train.weights import named_weights
+from rolemesh.models import lora
 from rolemesh.models.lora import adapted_names, add_adapter, is_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.engine import Request, Sampling
@@ -93,6 +94,7 @@ def of_layout(grid: Grid, name: str) -> dict:
     for file, path in ((merged, "merged"), (moments, "moments"), (trainer.adapter_file(), "adapter")):
         file.write(folder / path)
     grid.groups(size)  # all have written when all are here
+    trainer.check_below_adapter(folder / "merged")
     return found | {"folder": folder}
 
 
@@ -237,6 +239,14 @@ def test_files_bring_back_adapter_reference_and_what_follows(tmp_path: Path):
     other = engine(adapted(seed=3))
     other.load_files(tmp_path / "adapter", tmp_path / "moments", trainer.step)
     other.take_reference(trainer.reference)
+    other.check_below_adapter(tmp_path / "merged")
+    elsewhere = adapted(seed=3)
+    with torch.no_grad():
+        elsewhere.get_parameter("model.norm.weight")[0] += 1e-3
+    elsewhere = engine(elsewhere)
+    elsewhere.load_files(tmp_path / "adapter", tmp_path / "moments", trainer.step)
+    with pytest.raises(ValueError, match=r"not the one that it was trained on: 1 of its weights, such as model\.norm\.weight, differ"):
+        elsewhere.check_below_adapter(tmp_path / "merged")
     expected = dict(trainer.merged_weights())
     found = load_file(tmp_path / "merged")
     assert found.keys() == expected.keys()
@@ -250,6 +260,22 @@ def test_files_bring_back_adapter_reference_and_what_follows(tmp_path: Path):
         other.take_reference({})
     with pytest.raises(ValueError, match=r"lora_A\.default\.weight is missing"):
         other.load_files(tmp_path / "merged", tmp_path / "moments", 1)
+
+
+def test_an_adapter_is_merged_weight_by_weight_when_its_file_is_copied_and_not_for_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, merge, merged = engine(adapted()), lora._merge, []
+    monkeypatch.setattr(lora, "_merge", lambda *parts: merged.append(len(merged)) or merge(*parts))
+    file, _ = trainer.files()
+    size = file.size
+    assert not merged
+    copies = file.snapshot()
+    assert len(merged) == 14
+    copies.write(tmp_path / "merged")
+    assert len(merged) == 14
+    assert (tmp_path / "merged").stat().st_size == size
+    assert load_file(tmp_path / "merged").keys() == dict(named_weights(tiny_model())).keys()
 
 
 def test_F07_F08_rollout_has_the_trainers_logprobs_after_each_publication_and_the_base_stays():

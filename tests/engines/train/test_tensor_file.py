@@ -26,7 +26,7 @@ def write(path: Path, cuts: dict[str, list[Part]]) -> None:
     ranks = max(map(len, cuts.values()))
     for rank in range(ranks):
         parts = {name: parts[rank % len(parts)] for name, parts in cuts.items()}
-        TensorFile({name: Block(part, TENSORS[name][part.index]) for name, part in parts.items()}, leads=rank == 1 % ranks).write(path)
+        TensorFile({name: Block.of(part, TENSORS[name][part.index]) for name, part in parts.items()}, leads=rank == 1 % ranks).write(path)
 
 
 def whole(name: str) -> Part:

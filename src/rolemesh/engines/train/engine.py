@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device,
 from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.sft import sft_loss
-from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile
+from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile, stored_tensors
 from rolemesh.engines.train.weights import check_fit, named_weights, shapes
-from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, saved_name, without_adapter
+from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, other_weights, saved_name, without_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
 
@@ -111,8 +112,8 @@ class TrainEngine(Replica):
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`named_weights` of a model without adapter that computes the same, as `empty_weights` names them. Collective where weights are
         split."""
-        merged = self._merged(self._whole, lambda inside, product: product)
-        return ((name, weight) for name, _, weight in merged)
+        merged = merged_weights(self._skeleton, self._names, weight=self._whole, whole=self._whole)
+        return ((name, merge()) for name, _, merge in merged)
 
     def empty_parts(self, *, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Names, shapes and formats of `parts`, without contents."""
@@ -122,15 +123,37 @@ class TrainEngine(Replica):
         """`named_weights`, the model's own and those of its adapter apart; or the latter alone. Collective where weights are split."""
         return ((name, self._whole(name)) for name, _ in self.empty_parts(adapter_only=adapter_only))
 
-    def _merged(self, weight: Callable[[str], Tensor], cut: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-        names = [name for name, _ in self.empty_weights()]
-        return merged_weights(self._skeleton, names, weight=weight, whole=self._whole, cut=cut)
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.empty_weights()]
+
+    def _merged_parts(self) -> list[tuple[str, str, Callable[[], Tensor]]]:
+        """The same of this rank's parts, each merged when it is asked for. Collective where weights are split."""
+        placed = self._up
+
+        def cut(inside: str, product: Tensor) -> Tensor:
+            return product[placed.parts[inside].index]
+
+        return list(merged_weights(self._skeleton, self._names, weight=placed.tensors.__getitem__, whole=self._whole, cut=cut))
 
     def _weights_file(self) -> TensorFile:
-        """Merged. Collective where weights are split."""
-        placed = self._up
-        merged = self._merged(placed.tensors.__getitem__, lambda inside, product: product[placed.parts[inside].index])
-        return placed.file({name: (inside, weight) for name, inside, weight in merged})
+        merged = self._merged_parts()
+        own = {name: (inside, self._up.tensors[inside]) for name, inside, _ in merged}
+        return self._up.file(own, {name: merge for name, _, merge in merged})
+
+    def check_below_adapter(self, merged: Path) -> None:
+        """Raise ValueError when a file of merged weights is not what this adapter makes of the model below it: that is another one than it
+        was trained on. Collective where weights are split."""
+        parts, saved = self._up.parts, stored_tensors(merged)
+
+        def stored(name: str, inside: str) -> Tensor | None:
+            return saved[name][parts[inside].index] if name in saved else None
+
+        if other := list(other_weights(self._merged_parts(), stored)):
+            raise ValueError(
+                f"the model below the adapter is not the one that it was trained on: {len(other)} of its weights, such as {other[0]}, "
+                f"differ from what {merged} says. Bring that model back, or train on in a new run from {merged.parent}"
+            )
 
     def adapter_file(self) -> TensorFile:
         """The adapter alone, as peft names its weights; see `files`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self
@@ -129,17 +129,19 @@ class PlacedModel:
         """The whole of this weight, or of a gradient or moment of it. Collective where it is split."""
         return self.layout.gathered(name, tensor, self.parts[name].whole)
 
-    def file(self, tensors: Mapping[str, tuple[str, Tensor]]) -> TensorFile:
-        """A file that all ranks write together: `tensors` gives by name in the file a weight, and what this rank has there for it."""
+    def file(self, tensors: Mapping[str, tuple[str, Tensor]], changed: Mapping[str, Callable[[], Tensor]] | None = None) -> TensorFile:
+        """A file that all ranks write together: `tensors` gives by name in the file a weight, and what this rank has there for it.
+        `changed`, where it has that name, gives instead what is written, of the same shape and format, when it is written."""
         blocks = {}
         for key, (name, tensor) in tensors.items():
             if tensor.ndim:
                 own = self.layout.own(name, self.parts[name].whole)
                 index = own.within(self.parts[name])
                 assert index is not None
-                blocks[key] = Block(own, tensor[index])
+                contents = (changed or {}).get(key)
+                blocks[key] = Block.of(own, tensor[index]) if contents is None else Block(own, tensor.dtype, partial(_cut, contents, index))
             else:
-                blocks[key] = Block(Part.all_of(()), tensor)
+                blocks[key] = Block.of(Part.all_of(()), tensor)
         return TensorFile(blocks, leads=self.layout.groups.rank == 0)
 
     def close(self) -> None:
@@ -148,6 +150,10 @@ class PlacedModel:
             self._shards.close()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+def _cut(contents: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
+    return contents()[index]
 
 
 def without_weights(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -41,8 +41,14 @@ class Block:
     """What a rank writes of a tensor."""
 
     part: Part
-    tensor: Tensor
-    """Its contents, of the part's shape."""
+    dtype: torch.dtype
+    contents: Callable[[], Tensor]
+    """Gives them, of the part's shape, when they are copied or written."""
+
+    @classmethod
+    def of(cls, part: Part, tensor: Tensor) -> Self:
+        """One with contents that are there."""
+        return cls(part, tensor.dtype, lambda: tensor)
 
 
 class TensorFile:
@@ -51,13 +57,13 @@ class TensorFile:
     def __init__(self, blocks: Mapping[str, Block], *, leads: bool) -> None:
         """Of several ranks one leads: it writes the head of the file. Raises ValueError for a number format that the file has not."""
         self._blocks, self._leads = blocks, leads
-        if foreign := {block.tensor.dtype for block in blocks.values()} - FORMATS.keys():
+        if foreign := {block.dtype for block in blocks.values()} - FORMATS.keys():
             raise ValueError(f"tensors in {', '.join(map(str, foreign))} cannot be saved; formats are {', '.join(FORMATS.values())}")
         order = list(FORMATS)  # the widest first, so that every number lies at a multiple of its size
         self._offsets, end, head = dict[str, int](), 0, dict[str, Any](__metadata__={"format": "pt"})
-        for name, block in sorted(blocks.items(), key=lambda item: (order.index(item[1].tensor.dtype), item[0])):
-            begin, end = end, end + math.prod(block.part.whole) * block.tensor.element_size()
-            head[name] = {"dtype": FORMATS[block.tensor.dtype], "shape": block.part.whole, "data_offsets": (begin, end)}
+        for name, block in sorted(blocks.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
+            begin, end = end, end + math.prod(block.part.whole) * block.dtype.itemsize
+            head[name] = {"dtype": FORMATS[block.dtype], "shape": block.part.whole, "data_offsets": (begin, end)}
             self._offsets[name] = begin
         text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -68,12 +74,12 @@ class TensorFile:
     @classmethod
     def of_whole(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Of a rank that has everything."""
-        return cls({name: Block(Part.all_of(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}, leads=True)
+        return cls({name: Block.of(Part.all_of(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}, leads=True)
 
     def snapshot(self) -> TensorFile:
         """The same with copies of the blocks in host memory, which later steps do not change."""
         found = copy.copy(self)
-        found._blocks = {name: Block(block.part, block.tensor.to("cpu", copy=True)) for name, block in self._blocks.items()}
+        found._blocks = {name: Block.of(block.part, block.contents().to("cpu", copy=True)) for name, block in self._blocks.items()}
         return found
 
     def write(self, path: Path) -> None:
@@ -84,8 +90,8 @@ class TensorFile:
             if self._leads:
                 _write(descriptor, memoryview(self._head), 0)
             for name, block in self._blocks.items():
-                data = block.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                for offset, begin, end in runs(block.part, block.tensor.element_size()):
+                data = block.contents().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                for offset, begin, end in runs(block.part, block.dtype.itemsize):
                     _write(descriptor, data[begin:end], len(self._head) + self._offsets[name] + offset)
             os.fsync(descriptor)
         finally:
