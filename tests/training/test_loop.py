@@ -299,9 +299,10 @@ def test_G03_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> No
 def test_G03_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, damaged: str) -> None:
     run, _ = train(tmp_path, "trainer.steps=2", "trainer.save_every=1", "sft=null")
     os.truncate(run.checkpoint(2) / damaged, 20)
-    (run.checkpoints / "step-old").mkdir()
+    (run.checkpoints / "step-old").mkdir()  # whoever made it: no name of a checkpoint
     _, display = train(tmp_path, "trainer.steps=2", "sft=null", resume=run)
-    assert any("resumed at step 1" in note and "step-2" in note and "step-old" in note for note in display.notes)
+    assert any("resumed at step 1" in note and "step-2" in note and "step-old" not in note for note in display.notes)
+    assert (run.checkpoints / "step-old").is_dir()
 
 
 def test_a_run_whose_directory_is_removed_ends_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
