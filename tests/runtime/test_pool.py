@@ -128,7 +128,9 @@ async def test_S18_a_place_whose_node_is_lost_moves_to_a_spare_of_its_kind_and_t
     "make", [LocalBackend, lambda: SimulatedBackend([NodeInfo(name="a", cpus=2, memory_bytes=1)])], ids=["local", "simulated"]
 )
 def test_shares_of_a_cpu_that_sum_up_to_it_fit(make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rolemesh.runtime.local.local_inventory", lambda: Inventory(nodes=(NodeInfo(name="a", cpus=2, memory_bytes=1),)))
+    monkeypatch.setattr(
+        "rolemesh.runtime.local.local_inventory", lambda: Inventory(nodes=(NodeInfo(name="a", cpus=2, memory_bytes=1),), origin="test")
+    )
     backend = make()
 
     async def main() -> None:
