@@ -104,3 +104,10 @@ def test_stop_tokens_are_the_union_of_all_sources(tmp_path):
 
 def test_stop_tokens_of_tiny():
     assert stop_token_ids(tiny, ModelConfig()) == (2,)
+
+
+@pytest.mark.parametrize(("family", "made"), [("qwen2", "Qwen2Tokenizer"), ("gemma2", "GemmaTokenizer")])
+def test_a_folder_without_a_tokenizer_for_which_transformers_makes_an_empty_one_is_refused(tmp_path, family, made):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ConfigError, match=rf"must hold a tokenizer .*found {made} without a vocabulary.*Copy tokenizer.json"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))

@@ -116,6 +116,14 @@ def test_find_run_says_what_there_is(tmp_path):
         find_run(tmp_path, "demo-")
     with pytest.raises(ConfigError, match="Did you mean 'demo-20260101-000000-aaaa'"):
         find_run(tmp_path, "demo-20260101-000000-aaab")
+    with pytest.raises(ConfigError, match=r"found 2 runs, the newest demo-20260102-000000-bbbb, demo-20260101-000000-aaaa"):
+        find_run(tmp_path, "other")
+    checkpoints = tmp_path / "demo-20260101-000000-aaaa" / "checkpoints"
+    for step in (10, 8):
+        (checkpoints / f"step-{step}").mkdir(parents=True)
+    for step in (2, 8):  # whether it is there or not
+        with pytest.raises(ConfigError, match=r"a run, not a checkpoint .*demo-20260101-000000-aaaa: step-8, step-10; trainer.keep_check"):
+            find_run(tmp_path, str(checkpoints / f"step-{step}"))
 
 
 def test_newest_run_of_one_second_is_the_last_started(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -109,7 +110,33 @@ def test_exports_that_would_go_wrong_are_refused_before_anything_is_written(
     state = json.loads((old / "state.json").read_text())
     (old / "state.json").write_text(json.dumps(state | {"format": 2}))
     assert "must be of format 3; found format 2" in refused(old, "--to", tmp_path / "new")
+    gone = refused(run.checkpoint(7), "--to", tmp_path / "new")
+    assert "complete are: step-1, step-2" in gone
+    assert "trainer.keep_checkpoints" in gone
     assert not (tmp_path / "new").exists()
+
+
+def test_incomplete_checkpoints_are_named_with_what_is_wrong(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = RunDirectory(Path(shutil.copytree(run.path, tmp_path / "runs" / run.name)))
+    weights = damaged.checkpoint(2) / "model" / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, 20)
+    code, shown = rolemesh(monkeypatch, capsys, "export", damaged.path, "--to", tmp_path / "new")
+    assert code == 0, shown
+    cut = f"step-2 (model/model.safetensors has 20 of {size:,} bytes)"
+    assert f"skipped incomplete {cut}" in shown
+    (damaged.checkpoint(1) / "model" / "config.json").unlink()
+    shutil.copytree(damaged.checkpoint(1), damaged.checkpoint(3))
+    (damaged.checkpoint(3) / "state.json").write_text("{")
+    (damaged.checkpoints / "step-4").mkdir()
+    (damaged.checkpoints / ".step-5.abcd.partial").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.newest(damaged)
+    unreadable = "step-3 (state.json cannot be read: JSONDecodeError), step-4 (no state.json)"
+    others = f".step-5.abcd.partial (its save or removal did not end), step-1 (no model/config.json), {cut}, {unreadable}"
+    assert f"incomplete are {others}" in str(caught.value)
 
 
 def test_an_export_through_a_symlink_goes_where_it_leads_and_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,21 @@ def test_D25_a_mismatch_of_most_tokens_or_a_large_one_of_any_is_a_sign_and_round
     assert signs(3e-7, 3e-4) == []
     assert ["off by 5.0e-04 on average and 2.0e-03 at most" in text for text in signs(5e-4, 2e-3)] == [True]
     assert ["off by 3.0e-06 on average and 1.0e-01 at most" in text for text in signs(3e-6, 0.1)] == [True]
+
+
+def test_scoring_that_goes_wrong_for_many_answers_is_a_sign() -> None:
+    run: Any = SimpleNamespace(config=Config())
+
+    def signs(**statuses: int) -> list[str]:
+        found = {f"reward/status/{status}": count for status, count in statuses.items()}
+        row = {"reward/failed": 16 - statuses["ok"], "samples/drawn": 16, "reward/unscored/judge": 16 - statuses["ok"], **found}
+        return [text for _, text in health._signs(run, row)]
+
+    assert signs(ok=12, error=4) == signs(ok=2, abstained=14) == []
+    (said,) = signs(ok=11, error=3, timeout=2)
+    assert "many answers (ok 11, error 3, timeout 2; without a score of judge)" in said
+    assert "deadline" in said
+    assert "return" not in said
 
 
 def test_ppo_trains_all_its_roles_and_begins_at_its_reference(tmp_path: Path) -> None:
@@ -364,8 +380,10 @@ def test_H12_scores_with_and_without_extras_are_evaluated_alike(tmp_path: Path, 
 
 @pytest.mark.parametrize(("function", "status"), [("no_return", "abstained"), ("not_a_number", "not_finite")])
 def test_D03_a_run_without_a_single_reward_ends_with_a_reason(tmp_path: Path, function: str, status: str) -> None:
-    with pytest.raises(RunStopped, match=f"last 3 steps has a reward \\({status} 16\\)"):
-        train(tmp_path, f"reward=[{{name: 'test_loop:{function}'}}]", "trainer.steps=9", "sft=null", "algorithm.no_signal=train")
+    without = f"\\({status} 16; without a score of test_loop:{function}\\)"
+    reward = f"reward=[{{name: exact}}, {{name: 'test_loop:{function}'}}]"
+    with pytest.raises(RunStopped, match=f"last 3 steps has a reward {without}.*{status}: {re.escape(health.ADVICE[status])}"):
+        train(tmp_path, reward, "trainer.steps=9", "sft=null", "algorithm.no_signal=train")
     run = only_run(tmp_path)
     trained = [row for row in rows(run) if "reward/mean" in row]
     assert [(row["step"], row["samples/trained"], row["samples/masked"], row["step/skipped"]) for row in trained] == [

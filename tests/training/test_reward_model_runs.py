@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,24 @@ def test_unfit_models_are_refused_before_anything_starts(tmp_path: Path) -> None
     save_reward_model(tmp_path / "speechless")
     for file in (tmp_path / "speechless").glob("tokenizer*"):
         file.unlink()
+    shutil.copytree(tmp_path / "speechless", tmp_path / "blank")  # transformers makes an empty tokenizer for this architecture
+    speechless = json.loads((tmp_path / "speechless" / "config.json").read_text())
+    (tmp_path / "blank" / "config.json").write_text(json.dumps(speechless | {"model_type": "qwen2"}))
     save_reward_model(tmp_path / "strange")
     strange = json.loads((tmp_path / "strange" / "config.json").read_text())
     (tmp_path / "strange" / "config.json").write_text(json.dumps(strange | {"model_type": "nothing_known"}))
-    entries = [f"{{model: {{path: {tmp_path / name}}}}}" for name in ("three", "speechless", "strange", "nowhere")]
+    entries = [f"{{model: {{path: {tmp_path / name}}}}}" for name in ("three", "speechless", "strange", "nowhere", "blank")]
     with pytest.raises(ConfigError) as caught:
         run_training(small(tmp_path, *ONE_PROCESS, f"reward=[{', '.join(entries)}]"), Quiet())
     assert not (tmp_path / "runs").exists()
     found = {problem.subject: str(problem) for problem in caught.value.problems}
-    assert list(found) == [f"reward.{number}.model.path" for number in (0, 3, 1, 2)]
+    assert list(found) == [f"reward.{number}.model.path" for number in (0, 3, 1, 2, 4)]
     assert "with 3 labels" in found["reward.0.model.path"]
     assert "must hold a tokenizer" in found["reward.1.model.path"]
     assert "nothing_known" in found["reward.2.model.path"]
-    assert "no folder" in found["reward.3.model.path"]
+    assert "must be a Hugging Face folder; found no folder" in found["reward.3.model.path"]
+    assert "must hold a tokenizer" in found["reward.4.model.path"]
+    assert "Copy tokenizer.json" in found["reward.4.model.path"]
 
 
 def test_weights_that_are_missing_end_the_start_with_the_option(tmp_path: Path) -> None:

@@ -176,5 +176,7 @@ def _model_of(directory: RunDirectory) -> str:
     """The override that takes the model of the newest checkpoint, by itself complete. Raises ConfigError when there is none."""
     from rolemesh.training.checkpoint import newest
 
-    folder, _ = newest(directory, "run")
+    folder, skipped = newest(directory, "run")
+    if skipped:
+        typer.echo(f"skipped incomplete {', '.join(skipped)}", err=True)
     return f"model.path={json.dumps(str((folder / 'model').resolve()))}"

@@ -98,13 +98,14 @@ class ModelFiles:
         return found | {"gguf_file": self.gguf} if self.gguf else found
 
 
-def model_files(path: str) -> ModelFiles:
-    """The files of `model.path`: a built-in's or the user's. Raises ConfigError when they are missing or a folder has no `config.json`."""
+def model_files(path: str, *, folders_only: bool = False) -> ModelFiles:
+    """The files of `model.path`: a built-in's or the user's. Raises ConfigError when they are missing or a folder has no `config.json`;
+    with `folders_only` it asks for a folder then, where no other kind would be of use."""
     folder = BUILTIN_MODELS.get(path) or local_path(path, subject="model.path")
     if folder.suffix == GGUF and folder.is_file():
         return ModelFiles(folder=folder.parent, gguf=folder.name)
     if not folder.is_dir():
-        raise _no_model(path, folder)
+        raise _no_model(path, folder, folders_only)
     if not (folder / "config.json").is_file():
         inside = sorted(file.name for file in folder.glob(f"*{GGUF}"))
         raise ConfigError.one(
@@ -116,14 +117,16 @@ def model_files(path: str) -> ModelFiles:
     return ModelFiles(folder=folder)
 
 
-def _no_model(path: str, folder: Path) -> ConfigError:
-    known = [*BUILTIN_MODELS, *_siblings(folder)]
+def _no_model(path: str, folder: Path, folders_only: bool) -> ConfigError:
+    others = f", a {GGUF} file (also {PACKAGE}NAME/FILE{GGUF}) or a built-in model ({', '.join(BUILTIN_MODELS)})"
+    siblings = _siblings(folder)
+    known = [name for name in siblings if not name.endswith(GGUF)] if folders_only else [*BUILTIN_MODELS, *siblings]
     hint = nearest(path, known) or nearest(folder.name, known)
     found = f"a file {path!r}" if folder.is_file() else f"no {'file' if folder.suffix == GGUF else 'folder'} {path!r}"
     suggestion = f"Did you mean {hint!r}? " if hint else ""
     return ConfigError.one(
         "model.path",
-        f"must be a Hugging Face folder, a {GGUF} file (also {PACKAGE}NAME/FILE{GGUF}) or a built-in model ({', '.join(BUILTIN_MODELS)})",
+        "must be a Hugging Face folder" + ("" if folders_only else others),
         found,
         f"{suggestion}Give the folder that holds config.json",
     )

@@ -67,7 +67,7 @@ def stored_shapes(files: ModelFiles) -> dict[str, tuple[int, ...]]:
 
 
 def _folder(path: str) -> ModelFiles:
-    files = model_files(path)
+    files = model_files(path, folders_only=True)
     if path in BUILTIN_MODELS or files.gguf:
         raise _headless(files, "a built-in language model" if path in BUILTIN_MODELS else "a GGUF file, which holds a language model alone")
     return files

@@ -6,7 +6,7 @@ import copy
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -17,12 +17,15 @@ from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.models.load import LOAD_ERRORS, load_config
 
+PLAIN_TEXT: Final = "What is 3 - 8? The answer is -5."
+
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, or else of `model.path` (also one in a GGUF file), with an end and a padding token.
 
     No token is ever guessed: where the tokenizer declares no padding token, `model.pad_token` names one. Raises ConfigError when the
-    folder cannot be loaded, when there is no end or padding token, or when ids would lie outside the model's embedding.
+    folder cannot be loaded or has no vocabulary, when there is no end or padding token, or when ids would lie outside the model's
+    embedding.
     """
     tokenizer, files, subject = _read_for(model)
     problems = [*_pad_problems(tokenizer, model, files.main), *_eos_problems(tokenizer, files.main, subject)]
@@ -46,14 +49,26 @@ def _read_for(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, ModelFiles, 
     subject = "model.path" if model.tokenizer is None else "model.tokenizer"
     files = model_files(model.path) if model.tokenizer is None else _tokenizer_folder(model.tokenizer)
     try:
-        return _read(files, model.trust_remote_code), files, subject
+        tokenizer = _read(files, model.trust_remote_code)
     except LOAD_ERRORS as error:
-        raise ConfigError.one(
-            subject,
-            f"{files.main} must hold a tokenizer that transformers can load",
-            f"{type(error).__name__}: {error}",
-            "Set model.tokenizer to a folder with tokenizer.json and tokenizer_config.json",
-        ) from error
+        raise _no_tokenizer(files, subject, f"{type(error).__name__}: {error}") from error
+    if _is_blank(tokenizer):
+        raise _no_tokenizer(files, subject, f"{type(tokenizer).__name__} without a vocabulary, to which {PLAIN_TEXT!r} has no tokens")
+    return tokenizer, files, subject
+
+
+def _no_tokenizer(files: ModelFiles, subject: str, found: str) -> ConfigError:
+    remedy = "Copy tokenizer.json and tokenizer_config.json into it"
+    if files.gguf:
+        remedy = "Set model.tokenizer to a folder with tokenizer.json and tokenizer_config.json"
+    return ConfigError.one(subject, f"{files.main} must hold a tokenizer that transformers can load", found, remedy)
+
+
+def _is_blank(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True for what transformers makes for many architectures where a folder has no files of a tokenizer: special tokens alone, so that
+    a text has no ids, or that of the unknown token alone."""
+    ids = tokenizer(PLAIN_TEXT, add_special_tokens=False)["input_ids"]
+    return set(ids) <= {tokenizer.unk_token_id} and (not ids or len(tokenizer.get_vocab()) == len(tokenizer.get_added_vocab()))
 
 
 def _read(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase:

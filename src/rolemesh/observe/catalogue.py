@@ -46,6 +46,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
         "reward",
         "samples by the outcome of scoring: `ok`, `error`, `timeout`, `not_finite`, `abstained`, `environment`",
     ),
+    ("reward/unscored/<name>", "samples", "reward", "samples to which this entry of `reward` gave no score, for whichever reason"),
     ("reward/process/samples_max", "samples", "reward", "samples scored by the busiest scoring process, over all calls and workers"),
     ("reward/process/samples_min", "samples", "reward", "samples scored by the least busy scoring process"),
     ("reward/process/replaced", "count", "reward", "scoring processes replaced: after a timeout or a crash, or because of their memory"),

@@ -233,6 +233,13 @@ def is_run(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _MARKS)
 
 
+def owner_of(checkpoint: Path) -> RunDirectory | None:
+    """The run among whose checkpoints this path lies, whether or not it is there; None where it is no such path."""
+    above = checkpoint.resolve().parents
+    owner = RunDirectory(above[1]) if len(above) > 1 else None
+    return owner if owner is not None and owner.checkpoints == above[0] and is_run(owner.path) else None
+
+
 def list_runs(runs_dir: Path) -> list[RunDirectory]:
     """The runs of a folder, oldest first by the time in their names; folders without one come first."""
     runs_dir = runs_dir.expanduser()
@@ -266,9 +273,18 @@ def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
     matching = exact or of_recipe[-1:] or [found for found in runs if found.name.startswith(run)]
     if len(matching) == 1:
         return matching[0]
-    names = ", ".join(found.name for found in (matching or runs)[-5:])
     if matching:
+        names = ", ".join(found.name for found in matching[-5:])
         raise ConfigError.one("run", f"{run!r} must fit one run", f"{len(matching)}: {names}", "Write more of the name")
+    if (owner := owner_of(path := Path(run).expanduser())) is not None:
+        there = ", ".join(sorted((found.name for found in owner.checkpoints.glob("step-*")), key=lambda name: (len(name), name))) or "none"
+        raise ConfigError.one(
+            "run",
+            f"{run!r} must be a run, not a checkpoint of one",
+            f"the checkpoints of {owner.name}: {there}; trainer.keep_checkpoints removes older ones",
+            f"Give {owner.path}, whose newest checkpoint is taken",
+        )
+    names = ", ".join(found.name for found in reversed(runs[-5:]))
     hint = registry.nearest(run, [found.name for found in runs])
     raise ConfigError.one(
         "run",

@@ -11,6 +11,7 @@ import pyarrow as pa
 from rolemesh.batch import Batch
 from rolemesh.config.schema import Config, RoleConfig
 from rolemesh.names import REWARD
+from rolemesh.observe import metric_part
 from rolemesh.protocols.reward import Sample
 from rolemesh.rewards import InProcess, Outcome, RewardScorer, ScoringPool, top_errors
 from rolemesh.rewards.scorer import functions_of, samples_of
@@ -63,6 +64,8 @@ class RewardWorker(Worker):
         outcomes = self._judge(batch)
         for outcome in outcomes:
             self.metrics.sum(f"reward/status/{outcome.status}", 1)
+            for name in (name for name, score in outcome.parts.items() if score is None):
+                self.metrics.sum(f"reward/unscored/{metric_part(name)}", 1)
             self._record_numbers(outcome.extras)
         self._record_usage()
         for error, count in top_errors([outcome.error for outcome in outcomes]):

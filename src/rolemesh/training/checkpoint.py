@@ -113,18 +113,24 @@ def roles_with_state(roles: Collection[str], *, warm_started: bool) -> list[str]
 
 def complete(directory: RunDirectory) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted((path for path in directory.checkpoints.glob("step-*") if _is_complete(path)), key=_step_of)
+    named = (path for path in directory.checkpoints.glob("step-*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in named if not _flaw(path)), key=_step_of)
 
 
-def _is_complete(folder: Path) -> bool:
-    """True when the state is there and every file that it lists has the size it was written with."""
-    if not _NAME.fullmatch(folder.name) or not (folder / STATE).is_file():
-        return False
+def _flaw(folder: Path) -> str:
+    """What makes a checkpoint incomplete; empty when the state is there and every file that it lists has the size it was written with."""
+    if folder.name.endswith(_PARTIAL):
+        return "its save or removal did not end"
+    if not (folder / STATE).is_file():
+        return f"no {STATE}"
     try:
-        listed = json.loads((folder / STATE).read_text(encoding="utf-8")).get("files", {})
-        return bool(_sizes(folder).items() >= listed.items())
-    except (OSError, ValueError, AttributeError):  # no JSON, or not an object of objects
-        return False
+        listed, there = json.loads((folder / STATE).read_text(encoding="utf-8")).get("files", {}), _sizes(folder)
+        wrong = [name for name, length in listed.items() if there.get(name) != length]
+    except (OSError, ValueError, AttributeError) as error:  # no JSON, or not an object of objects
+        return f"{STATE} cannot be read: {type(error).__name__}"
+    if not wrong:
+        return ""
+    return f"{wrong[0]} has {there[wrong[0]]:,} of {listed[wrong[0]]:,} bytes" if wrong[0] in there else f"no {wrong[0]}"
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -132,16 +138,18 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def newest(directory: RunDirectory, subject: str = "--resume") -> tuple[Path, list[Path]]:
-    """(newest complete checkpoint, incomplete ones that were skipped). Raises ConfigError, about `subject`, when there is none."""
+def newest(directory: RunDirectory, subject: str = "--resume") -> tuple[Path, list[str]]:
+    """(newest complete checkpoint, incomplete ones that were skipped, each with what is wrong with it). Raises ConfigError, about
+    `subject`, when there is none."""
     found = complete(directory)
-    there = directory.checkpoints.iterdir() if directory.checkpoints.is_dir() else ()
-    skipped = [path for path in there if path not in found and (_NAME.fullmatch(path.name) or path.name.endswith(_PARTIAL))]
+    there = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else ()
+    others = (path for path in there if path not in found and (_NAME.fullmatch(path.name) or path.name.endswith(_PARTIAL)))
+    skipped = [f"{path.name} ({_flaw(path)})" for path in others]
     if not found:
         raise ConfigError.one(
             subject,
             "the run must have a complete checkpoint",
-            f"none in {directory.checkpoints}" + (f" ({len(skipped)} incomplete)" if skipped else ""),
+            f"none in {directory.checkpoints}" + (f"; incomplete are {', '.join(skipped)}" if skipped else ""),
             "Start it anew; trainer.save_every writes checkpoints on the way",
         )
     return found[-1], skipped

@@ -16,6 +16,7 @@ from rolemesh.config.model_files import BUILTIN_MODELS, model_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.observe import RunDirectory, find_run
+from rolemesh.observe.run_dir import owner_of
 from rolemesh.plan.memory import size
 from rolemesh.training import checkpoint
 
@@ -34,6 +35,8 @@ class Export:
 
     source: Path
     """Folder of the checkpoint."""
+    skipped: tuple[str, ...] = ()
+    """Incomplete checkpoints that were passed over for it, each with what is wrong with it."""
     target: Path
     model: ModelConfig
     """The merged model of the checkpoint; or the one below its adapter, with `lora`, when that alone is exported."""
@@ -47,7 +50,7 @@ def plan_export(
     ConfigError."""
     if dtype not in WIDTH:
         raise ConfigError.one("--dtype", f"must be one of {', '.join(WIDTH)}", repr(dtype))
-    source = _source(which, runs_dir, step)
+    source, skipped = _source(which, runs_dir, step)
     config: dict[str, Any] = checkpoint.read_state(source)["config"]
     _check_target(target, source, str(config["model"]["path"]), force=force)
     if adapter:
@@ -63,7 +66,7 @@ def plan_export(
         raise ConfigError.one("--to", "must be a folder that can be made", f"{home} {found}", "Name another folder")
     if (free := shutil.disk_usage(home).free) < need:
         raise ConfigError.one("--to", f"{home} must have room for {size(need)}", f"{size(free)} free", "Name a folder on another disk")
-    return Export(source=source, target=target, model=model, seed=config.get("seed", 0))
+    return Export(source=source, skipped=tuple(skipped), target=target, model=model, seed=config.get("seed", 0))
 
 
 def _below_adapter(source: Path, options: dict[str, Any], dtype: str) -> ModelConfig:
@@ -87,9 +90,10 @@ def _below_adapter(source: Path, options: dict[str, Any], dtype: str) -> ModelCo
     return ModelConfig.model_validate(options | {"path": base, "dtype": dtype})
 
 
-def _source(which: str, runs_dir: Path, step: int | None) -> Path:
+def _source(which: str, runs_dir: Path, step: int | None) -> tuple[Path, list[str]]:
+    """(folder of the checkpoint, incomplete ones that were passed over)."""
     path = Path(which).expanduser()
-    if (path / checkpoint.STATE).is_file():
+    if (path / checkpoint.STATE).is_file() or owner_of(path) is not None:
         if step is not None:
             found = f"the checkpoint {path}"
             raise ConfigError.one("--step", "chooses among the checkpoints of a run", found, "Leave it out, or name the run")
@@ -97,14 +101,15 @@ def _source(which: str, runs_dir: Path, step: int | None) -> Path:
     else:
         directory = find_run(runs_dir, which)
         if step is None:
-            return checkpoint.newest(directory, "run")[0]
+            return checkpoint.newest(directory, "run")
         wanted = directory.checkpoint(step).name
     there = checkpoint.complete(directory)
     for folder in there:
         if folder.name == wanted:
-            return folder
+            return folder, []
     names = ", ".join(folder.name for folder in there) or "none"
-    raise ConfigError.one("--step", f"{wanted} must be a complete checkpoint of {directory.name}", f"complete are: {names}")
+    need, remedy = f"{wanted} must be a complete checkpoint of {directory.name}", "Older ones are removed by trainer.keep_checkpoints"
+    raise ConfigError.one("--step" if step is not None else "run", need, f"complete are: {names}", remedy)
 
 
 def _check_target(target: Path, source: Path, model: str, *, force: bool) -> None:
@@ -136,6 +141,8 @@ def _has_key(file: Path, key: str) -> bool:
 def run_export(export: Export, tell: Callable[[str], None]) -> None:
     """Write the folder, and load it with plain transformers, or peft, before it gets its name. Raises RolemeshError when it cannot be
     written or is not the same to the last bit; what was there before stays then."""
+    if export.skipped:
+        tell(f"skipped incomplete {', '.join(export.skipped)}")
     try:
         (_export_model if export.model.lora is None else _export_adapter)(export, tell)
     except (OSError, ConfigError) as error:

@@ -14,6 +14,17 @@ NONFINITE_STEPS: Final = 3
 """Steps in a row without a finite gradient after which a run ends."""
 UNSCORED_STEPS: Final = 3
 """Steps in a row without a single reward after which a run ends."""
+FAULTS: Final = ("error", "timeout", "not_finite")
+MANY_FAULTS: Final = 0.25
+"""Share of answers whose scoring went wrong above which it is said."""
+ADVICE: Final = {
+    "error": "`reward_error` in the run's samples says what went wrong",
+    "timeout": "raise `deadline` of the entry, or make the function faster",
+    "not_finite": "a score that is NaN or infinite is none: look at what the function divides by, or at the weights of the reward model",
+    "abstained": "a function without a `return` gives None for everything",
+    "environment": "`reward_error` in the run's samples says what the environment failed with",
+}
+"""What to do about answers without a reward, by their status."""
 FLAT_GROUPS: Final = 0.5
 """Share of groups without any spread in their rewards above which most of a step's work teaches nothing."""
 RATIO: Final = 1e-4
@@ -44,7 +55,7 @@ def check(run: TrainingRun) -> None:
     if run.unscored_steps >= UNSCORED_STEPS:
         raise RunStopped(
             f"step {run.progress.step}: none of the answers of the last {run.unscored_steps} steps has a reward ({_statuses(row)}), so "
-            "there is nothing to learn from. Look at what the reward functions return; one without a `return` gives None for everything"
+            f"there is nothing to learn from{_advice(row)}"
         )
     for kind, text in _signs(run, row):
         if run.progress.step - run.warned.get(kind, -REPEAT_EVERY) >= REPEAT_EVERY:
@@ -60,17 +71,28 @@ def _unscored(row: dict[str, MetricValue]) -> bool:
     return float(row["reward/failed"]) == float(row["samples/drawn"])
 
 
+def _counts(row: dict[str, MetricValue], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): float(value) for name, value in row.items() if name.startswith(prefix) and value}
+
+
 def _statuses(row: dict[str, MetricValue]) -> str:
-    """What became of the scores of a step, from its metrics: `abstained 32`."""
-    prefix = "reward/status/"
-    return ", ".join(f"{name.removeprefix(prefix)} {float(value):g}" for name, value in row.items() if name.startswith(prefix) and value)
+    """What became of the scores of a step, and which entries gave none, from its metrics: `abstained 32; without a score of exact`."""
+    statuses = ", ".join(f"{status} {count:g}" for status, count in _counts(row, "reward/status/").items())
+    entries = ", ".join(_counts(row, "reward/unscored/"))
+    return statuses + (f"; without a score of {entries}" if entries else "")
+
+
+def _advice(row: dict[str, MetricValue]) -> str:
+    return "".join(f". {status}: {ADVICE[status]}" for status in _counts(row, "reward/status/") if status in ADVICE)
 
 
 def _signs(run: TrainingRun, row: dict[str, MetricValue]) -> Iterator[tuple[str, str]]:
     if _nonfinite(row):
         yield "nonfinite", "an optimizer step had a loss or gradient that is not finite and was left out"
     if _unscored(row):
-        yield "unscored", f"no answer has a reward ({_statuses(row)}), so nothing was trained"
+        yield "unscored", f"no answer has a reward ({_statuses(row)}), so nothing was trained{_advice(row)}"
+    elif sum(float(row.get(f"reward/status/{status}", 0)) for status in FAULTS) > MANY_FAULTS * float(row["samples/drawn"]):
+        yield "failed", f"scoring went wrong for many answers ({_statuses(row)}), which are left out{_advice(row)}"
     flat = float(row.get("reward/zero_spread_groups", 0))
     if flat > FLAT_GROUPS:
         yield (

@@ -119,7 +119,7 @@ class Checkpoint:
     folder: Path
     state: dict[str, Any]
     skipped: tuple[str, ...]
-    """Names of incomplete checkpoints that were passed over."""
+    """Incomplete checkpoints that were passed over, each with what is wrong with it."""
     changed: dict[str, Any]
     """Options that differ from those the run was started with."""
 
@@ -204,7 +204,7 @@ def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
     changed = {name: after[name] for name in after if after[name] != before[name]}
     if any(before["algorithm"][name] != after["algorithm"][name] for name in ("kl_coefficient", "kl_target")):
         state["progress"]["kl_coefficient"] = None  # what was adapted belongs to the settings before
-    return Checkpoint(folder=folder, state=state, skipped=tuple(path.name for path in skipped), changed=changed)
+    return Checkpoint(folder=folder, state=state, skipped=tuple(skipped), changed=changed)
 
 
 def _progress(folder: Path, state: dict[str, Any]) -> Progress:

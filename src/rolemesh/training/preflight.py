@@ -127,7 +127,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     if places:
         unplaced = impossible(site.config) if inventory is None else site.plan_for(inventory).problems
     if problems:
-        raise ConfigError(problems=[*problems, *unplaced])
+        known = {problem.subject for problem in problems}
+        raise ConfigError(problems=[*problems, *(problem for problem in unplaced if problem.subject not in known)])
     if unplaced:
         raise ResourceError(problems=unplaced)
     assert tokenizer is not None
