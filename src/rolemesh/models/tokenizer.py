@@ -65,10 +65,11 @@ def _no_tokenizer(files: ModelFiles, subject: str, found: str) -> ConfigError:
 
 
 def _is_blank(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True for what transformers makes for many architectures where a folder has no files of a tokenizer: special tokens alone, so that
-    a text has no ids, or that of the unknown token alone."""
-    ids = tokenizer(PLAIN_TEXT, add_special_tokens=False)["input_ids"]
-    return set(ids) <= {tokenizer.unk_token_id} and (not ids or len(tokenizer.get_vocab()) == len(tokenizer.get_added_vocab()))
+    """True for what transformers makes for many architectures where a folder has no files of a tokenizer: added tokens alone, so that a
+    text has no ids, or that of the unknown token alone. A small vocabulary need not have a token for any text; it is not asked."""
+    if len(tokenizer.get_vocab()) > len(tokenizer.get_added_vocab()):
+        return False
+    return set(tokenizer(PLAIN_TEXT, add_special_tokens=False)["input_ids"]) <= {tokenizer.unk_token_id}
 
 
 def _read(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase:
