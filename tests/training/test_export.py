@@ -115,6 +115,8 @@ def test_exports_that_would_go_wrong_are_refused_before_anything_is_written(
 def test_an_export_through_a_symlink_goes_where_it_leads_and_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "made")
     checkpoint_of(run, load_model(ModelConfig(), seed=0))
+    unwritable = json.dumps({"temperature": 0.6, "eos_token_id": [2, 5]})  # by transformers, which reads it
+    (run.checkpoint(1) / "model" / "generation_config.json").write_text(unwritable)
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     for force in (False, True):
@@ -122,6 +124,7 @@ def test_an_export_through_a_symlink_goes_where_it_leads_and_a_checkpoint_that_i
         export.run_export(planned, lambda text: None)
         assert (tmp_path / "link").is_symlink()
         assert torch.equal(logits(tmp_path / "disk"), logits(run.checkpoint(1) / "model"))
+        assert (tmp_path / "disk" / "generation_config.json").read_text() == unwritable
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "runs"]
     planned = export.plan_export(str(run.path), tmp_path / "late", runs_dir=tmp_path)
     checkpoint.remove(run.checkpoint(1))
@@ -162,7 +165,7 @@ def checkpoint_of(directory: RunDirectory, model: torch.nn.Module, config: dict[
     if hasattr(model, "peft_config"):
         (folder / "adapter").mkdir()
         engine.adapter_file().write(folder / "adapter" / "adapter_model.safetensors")
-        save_adapter_config(folder / "adapter", engine.model)
+        save_adapter_config(folder / "adapter", engine.skeleton)
     state = {"progress": {}, "prompts": {}, "roles": {}, "config": config or {"model": {"path": "gone"}}}
     checkpoint.publish(folder, directory.checkpoint(1), state)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +40,8 @@ class SavedWorker(Worker):
         return {}
 
     def describe(self, folder: Path) -> None:
-        """First rank: write into a checkpoint what it holds beside tensors. Raises OSError."""
+        """First rank: write into a checkpoint what it holds beside tensors. Called beside the next step, so that it must leave the engine
+        as it is and have no part in a collective. Raises OSError."""
 
     @register(dispatch=GATHERED)
     def save_bytes(self) -> int:
@@ -63,27 +65,28 @@ def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path
     With `beside` this returns at once: a thread copies the blocks to host memory, says so there, and writes them.
     """
     if beside is None:
-        _write(mark, files, more)
+        _write(mark, lambda: files, more)
         return
+    thread = threading.Thread(target=_write, args=(mark, partial(_copies, files, beside), more), name=f"save {mark.name}", daemon=True)
     beside.begin()
-    threading.Thread(target=_copy_and_write, args=(mark, files, more, beside), name=f"save {mark.name}", daemon=True).start()
-
-
-def _copy_and_write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None, copying: Copying) -> None:
     try:
-        copies = {name: file.snapshot() for name, file in files.items()}
-    except RuntimeError as error:  # of torch: no memory
-        tell_mark(mark, {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "seconds": 0.0})
-        return
+        thread.start()
+    except RuntimeError:  # the machine has no thread left
+        beside.end()
+        raise
+
+
+def _copies(files: Mapping[str, TensorFile], copying: Copying) -> dict[str, TensorFile]:
+    try:
+        return {name: file.snapshot() for name, file in files.items()}
     finally:
         copying.end()
-    _write(mark, copies, more)
 
 
-def _write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None) -> None:
+def _write(mark: Path, files: Callable[[], Mapping[str, TensorFile]], more: Callable[[Path], None] | None) -> None:
     began, told = time.monotonic(), dict[str, Any]()
     try:
-        for name, file in files.items():
+        for name, file in files().items():
             (mark.parent / name).parent.mkdir(exist_ok=True)
             file.write(mark.parent / name)
         if more is not None:
