@@ -183,7 +183,7 @@ def samples_of(batch: Batch) -> list[Sample]:
             answer=answer,
             task=load_task(task),
             finish_reason=finish_reason,
-            turns=json.loads(turns) if turns else (),
+            turns=tuple(json.loads(turns)) if turns else (),
             environment_reward=None if earned is None or math.isnan(earned) else float(earned),
         )
         for (draw, number), source, prompt, response, answer, task, finish_reason, turns, earned in zip(batch.ids, *columns, strict=True)

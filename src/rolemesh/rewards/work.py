@@ -98,7 +98,7 @@ def dump_sample(sample: Sample) -> dict[str, Any]:
 
 def load_sample(fields: Mapping[str, Any]) -> Sample:
     """The sample that `dump_sample` was given."""
-    return Sample(**{**fields, "task": load_task(fields["task"])})
+    return Sample(**{**fields, "task": load_task(fields["task"]), "turns": tuple(fields["turns"])})
 
 
 def dump_answer(answer: Answer) -> dict[str, Any]:
