@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,9 +64,9 @@ def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path
     With `beside` this returns at once: a thread copies the blocks to host memory, says so there, and writes them.
     """
     if beside is None:
-        _write(mark, lambda: files, more)
+        _write(mark, files, more)
         return
-    thread = threading.Thread(target=_write, args=(mark, partial(_copies, files, beside), more), name=f"save {mark.name}", daemon=True)
+    thread = threading.Thread(target=_copy_and_write, args=(mark, files, more, beside), name=f"save {mark.name}", daemon=True)
     beside.begin()
     try:
         thread.start()
@@ -76,17 +75,21 @@ def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path
         raise
 
 
-def _copies(files: Mapping[str, TensorFile], copying: Copying) -> dict[str, TensorFile]:
+def _copy_and_write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None, copying: Copying) -> None:
     try:
-        return {name: file.snapshot() for name, file in files.items()}
+        copies = {name: file.snapshot() for name, file in files.items()}
+    except Exception as error:
+        tell_mark(mark, {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "seconds": 0.0})
+        raise
     finally:
         copying.end()
+    _write(mark, copies, more)
 
 
-def _write(mark: Path, files: Callable[[], Mapping[str, TensorFile]], more: Callable[[Path], None] | None) -> None:
+def _write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None) -> None:
     began, told = time.monotonic(), dict[str, Any]()
     try:
-        for name, file in files().items():
+        for name, file in files.items():
             (mark.parent / name).parent.mkdir(exist_ok=True)
             file.write(mark.parent / name)
         if more is not None:
