@@ -43,7 +43,6 @@ def served(run: RunDirectory) -> dict[str, torch.Tensor]:
         pytest.param((*ONE_PROCESS, *PPO), id="ppo", marks=pytest.mark.slow),
         pytest.param((*ONE_PROCESS, *LORA), id="adapter"),
         pytest.param((*SHARDED, *PPO), id="ppo-sharded", marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]),
-        pytest.param((*SHARDED, *LORA), id="adapter-sharded", marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]),
     ],
 )
 def test_F01_F02_a_run_whose_models_sleep_in_between_is_the_same_to_the_last_bit(tmp_path: Path, layout: tuple[str, ...]) -> None:
