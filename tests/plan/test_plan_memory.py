@@ -119,6 +119,28 @@ def test_an_adapter_alone_has_gradients_and_moments_and_the_reference_below_it_t
     assert lines(own, 1)["ref", "weights"] == 4 * 1000
 
 
+def test_a_warm_start_sends_float32_weights_to_reference_and_critic():
+    roles = {name: {} for name in ("actor", "rollout", "reward")} | {name: {"pool": "other"} for name in ("ref", "critic")}
+    apart = {"pools": {"main": {"nodes": [1]}, "other": {"nodes": [1]}}, "model": {"dtype": "bfloat16"}, "roles": roles}
+    critic_apart = {"roles": {**roles, "ref": {}}}
+
+    def shared(**more) -> dict[str, int]:
+        memory = build_plan(config(**{**apart, **more}), inventory(), FACTS).memory
+        return {line.what: line.bytes for slot in memory if slot.process == "node" for line in slot.lines}
+
+    assert shared() == {}, "nothing is sent: the rollout workers live in the actor's process"
+    assert shared(sft={}) == {"shared weights": 4 * 1000}
+    assert shared(sft={}, **critic_apart) == {"shared weights": 4 * 1000}
+    assert shared(sft={}, algorithm={"group_size": 4, "critic_path": "tiny"}, **critic_apart) == {}
+    alone = {"roles": {**roles, "rollout": {"pool": "other"}}}
+    assert shared(**alone) == {"shared weights": 2 * 1000}
+    assert shared(sft={}, **alone) == {"shared weights": 4 * 1000}
+    two = {"main": {"nodes": [1, 0]}, "other": {"nodes": [0, 1]}}
+    nodes = Inventory(nodes=tuple(NodeInfo(name=name, cpus=2.0, memory_bytes=8 * GIB) for name in "nm"), origin="test")
+    (memory,) = (slot for slot in build_plan(config(**{**apart, "pools": two, "sft": {}}), nodes, FACTS).memory if slot.process == "node")
+    assert [(line.what, line.bytes) for line in memory.lines] == [("published weights", 4 * 4 * 1000)]
+
+
 def test_models_that_sleep_take_memory_of_the_node():
     trainer = {"prompts_per_step": 4, "micro_batch_tokens": 50, "offload": True}
     here = lines(build_plan(config(trainer=trainer), inventory(), FACTS))

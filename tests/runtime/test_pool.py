@@ -9,7 +9,7 @@ from runtime_workers import Adder
 from rolemesh.errors import ResourceError, RolemeshError
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Process, ProcessSpec
-from rolemesh.runtime import Bundle, LocalBackend, Pool, WorkerGroup
+from rolemesh.runtime import Bundle, LocalBackend, Pool, SimulatedBackend, WorkerGroup
 
 
 @dataclass(eq=False)
@@ -122,3 +122,22 @@ async def test_S18_a_place_whose_node_is_lost_moves_to_a_spare_of_its_kind_and_t
     with pytest.raises(ResourceError, match=r"pool spared: place 1 needs another: its node c is gone; found 2 spare, none of its kind"):
         await group.replace(1)
     await pool.close()
+
+
+@pytest.mark.parametrize(
+    "make", [LocalBackend, lambda: SimulatedBackend([NodeInfo(name="a", cpus=2, memory_bytes=1)])], ids=["local", "simulated"]
+)
+def test_shares_of_a_cpu_that_sum_up_to_it_fit(make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "rolemesh.runtime.local.local_inventory", lambda: Inventory(nodes=(NodeInfo(name="a", cpus=2, memory_bytes=1),), origin="test")
+    )
+    backend = make()
+
+    async def main() -> None:
+        node = (await backend.inventory()).nodes[0]
+        for number in range(5):  # 2 - (0.4 + 0.4 + 0.4 + 0.4) is less than 0.4 in binary numbers
+            await backend.create_pool(f"p{number}", [Bundle(node=0, cpus=0.4, gpus=0)], [node], deadline=1)
+        with pytest.raises(ResourceError, match=r"CPU.* 0\.4"):
+            await backend.create_pool("more", [Bundle(node=0, cpus=0.4, gpus=0)], [node], deadline=1)
+
+    backend.run(main())

@@ -18,7 +18,7 @@ from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slo
 from rolemesh.plan.memory import WITH_MODEL, cheaper, node_memory, pool_memory, reward_memory
 from rolemesh.plan.placement import Counts, Placement, place, too_many_workers
 from rolemesh.plan.room import check_memory
-from rolemesh.plan.routes import Place, weight_format, weight_route
+from rolemesh.plan.routes import Place, Route, handed_on, weight_format, weight_route
 from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.shares import Shares, divide_cpus
 from rolemesh.plan.spares import spare_advice, starved
@@ -151,11 +151,15 @@ def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Prob
 
 def _routed(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator[WorkerPlan]:
     """Rollout workers, each with the way on which weights come to it."""
-    actors, shared = [_place_of(worker) for worker in workers.get(ACTOR, ())], config.backend == "ray"
-    processes = {actor.process for actor in actors}
-    for taker in workers[ROLLOUT]:
-        way = weight_route(_place_of(taker), actors[0], processes, shared_memory=shared) if actors else None
+    for taker, way in zip(workers[ROLLOUT], _routes(config, workers, ROLLOUT), strict=True):
         yield replace(taker, weights=way, weight_format=weight_format(config, way) if way else None)
+
+
+def _routes(config: Config, workers: Mapping[str, list[WorkerPlan]], role: str) -> list[Route | None]:
+    """The way on which weights come to each worker of a role; None without an actor."""
+    actors, shared = [_place_of(worker) for worker in workers.get(ACTOR, ())], config.backend == "ray"
+    processes, takers = {actor.process for actor in actors}, workers.get(role, ())
+    return [weight_route(_place_of(taker), actors[0], processes, shared_memory=shared) if actors else None for taker in takers]
 
 
 def _place_of(worker: WorkerPlan) -> Place:
@@ -276,9 +280,10 @@ def _memory(
     for role, counts in placement.processes.items():
         memory.append(reward_memory(config, role))
         places.append(counts)
-    routes = {worker.weights for worker in workers.get(ROLLOUT, ())}
-    if ACTOR in models and routes - {"process"}:
-        memory.append(node_memory(config, models[ACTOR], routes))
+    sent = {(worker.weights, worker.weight_format) for worker in workers.get(ROLLOUT, ()) if worker.weight_format}
+    sent |= {(way, "float32") for role in handed_on(config) for way in _routes(config, workers, role) if way != "process"}
+    if ACTOR in models and sent:
+        memory.append(node_memory(config, models[ACTOR], sent))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
     devices = {name: _devices(config, name) for name in config.pools}
     problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks, judges))

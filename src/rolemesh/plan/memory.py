@@ -34,7 +34,7 @@ are trained (all; of an actor with an adapter of rank r those of the adapter, wh
 | weights | P b of each model of the section `reward`, in its own format | reward |
 | activations | T (40 w + 12 i) of the largest of them: one block, nothing is kept | reward |
 | scoring processes | 120 MiB, and 40 MiB for each of them, where there are functions | reward |
-| shared weights | P b, or 4 P with `trainer.publish` adapter: one file that every process of the node reads | each node |
+| shared weights | P b; 4 P with `trainer.publish` adapter, and to critic and ref after a warm start: one file for all readers | each node |
 | published weights | 4 buckets (`trainer.bucket_mib`, or the embedding if larger): two packed, two in the object store | each node |
 | adapter's base | 4 P: what an adapter that is published alone is merged into | rollout |
 
@@ -182,15 +182,16 @@ def _judges(config: Config, judges: Mapping[int, ModelFacts], ranks: int) -> dic
     }
 
 
-def node_memory(config: Config, facts: ModelFacts, routes: Collection[Route | None]) -> PoolMemory:
-    """What the processes of a node share, once: weights on their way by these routes."""
-    width = 4 if config.trainer.publish == "adapter" else _width(config)
-    whole, largest = width * facts.parameters, width * facts.vocab * facts.hidden
-    bucket, found = min(whole, max(config.trainer.bucket_mib * MIB, largest)), dict[str, int]()
-    if "shared_memory" in routes:
-        found["shared weights"] = whole
-    if "object_store" in routes:
-        found["published weights"] = 4 * bucket
+def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route | None, str | None]]) -> PoolMemory:
+    """What the processes of a node share, once: weights on their way by these routes in these formats, of which the widest counts."""
+    found = dict[str, int]()
+    for way, form in sorted(sent, key=lambda one: one[1] == "float32"):
+        width = 4 if form == "float32" else 2
+        whole, largest = width * facts.parameters, width * facts.vocab * facts.hidden
+        if way == "shared_memory":
+            found["shared weights"] = whole
+        elif way == "object_store":
+            found["published weights"] = 4 * min(whole, max(config.trainer.bucket_mib * MIB, largest))
     return PoolMemory(pool="", process="node", lines=tuple(MemoryLine(role=ACTOR, what=what, bytes=count) for what, count in found.items()))
 
 

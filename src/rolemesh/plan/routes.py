@@ -6,6 +6,7 @@ from collections.abc import Container, Hashable
 from typing import Final, Literal, NamedTuple
 
 from rolemesh.config.schema import Config
+from rolemesh.names import CRITIC, REF
 
 Route = Literal["process", "shared_memory", "object_store"]
 
@@ -22,6 +23,12 @@ def weight_format(config: Config, route: Route) -> str | None:
     if route == "process":
         return None
     return "float32" if config.trainer.publish == "adapter" else config.model.dtype
+
+
+def handed_on(config: Config) -> tuple[str, ...]:
+    """Roles that get the policy's float32 weights, once, after a warm start: the reference, and a critic without a model of its own."""
+    critic = (CRITIC,) if config.algorithm.critic_path is None else ()
+    return tuple(role for role in (REF, *critic) if role in config.roles and config.sft is not None)
 
 
 class Place(NamedTuple):

@@ -87,5 +87,5 @@ class CriticWorker(TrainedWorker, WeightTaker):
 
     def take_weights(self, weights: Weights, version: int) -> int:
         """Take over the body of the policy with these weights; the head stays."""
-        self.engine.load_backbone((name, weight.clone()) for name, weight in weights)
+        self.engine.load_backbone(weights)
         return version

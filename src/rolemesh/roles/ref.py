@@ -57,7 +57,7 @@ class RefWorker(SavedWorker, WeightTaker):
 
     def take_weights(self, weights: Weights, version: int) -> int:
         """Be the policy with these weights from here on: what came out of the warm start."""
-        self.scorer.load_weights((name, weight.clone()) for name, weight in weights)
+        self.scorer.load_weights(weights)
         return version
 
     def files(self) -> dict[str, TensorFile]:

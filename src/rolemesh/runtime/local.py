@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
 import time
 from collections.abc import Collection, Coroutine, Sequence
@@ -23,6 +24,8 @@ from rolemesh.runtime.kv_server import KvServer
 
 T = TypeVar("T")
 ADDRESS = "127.0.0.1"
+ROUNDING = 1e-6
+"""Shares of a CPU that are wanted fit although their sum is a little more than the whole."""
 
 
 class Held:
@@ -104,13 +107,13 @@ class LocalBackend:
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         if name in self._pools:
             raise taken(name)
-        used = sum(bundle.cpus for pool in self._pools.values() for bundle in pool)
+        used = math.fsum(bundle.cpus for pool in self._pools.values() for bundle in pool)
         for index, node in enumerate(nodes):
-            wanted = sum(bundle.cpus for bundle in bundles if bundle.node == index)
-            if wanted > node.cpus - used:
+            wanted, free = math.fsum(bundle.cpus for bundle in bundles if bundle.node == index), node.cpus - used
+            if wanted - free > ROUNDING:
                 raise ResourceError.one(
-                    f"pool {name}, node {node.name}", f"CPU: needs {wanted:g}", f"free {node.cpus - used:g} of {node.cpus:g}",
-                    "Lower pools.<name>.nodes or pools.<name>.cpus",
+                    f"pool {name}, node {node.name}", f"CPU: needs {wanted:g}", f"free {free:g} of {node.cpus:g}",
+                    f"Lower pools.{name}.nodes or pools.{name}.cpus",
                 )  # fmt: skip
         self._pools[name] = tuple(bundles)
 

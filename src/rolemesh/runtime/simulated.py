@@ -19,7 +19,7 @@ from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, Report, WorkerSpec, taken
 from rolemesh.runtime.faults import Faults
 from rolemesh.runtime.host import Answered, ProcessHost
-from rolemesh.runtime.local import Held, LocalBackend
+from rolemesh.runtime.local import ROUNDING, Held, LocalBackend
 from rolemesh.runtime.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class SimulatedBackend(LocalBackend):
         problems = []
         for node, (cpus, gpus) in wanted.items():
             free_cpus, free_gpus = self._free(machines[node]) if node in machines else (0.0, 0)
-            if cpus > free_cpus or gpus > free_gpus:
+            if cpus - free_cpus > ROUNDING or gpus - free_gpus > ROUNDING:
                 need, free = f"CPU {cpus:g}, GPU {gpus}", f"free CPU {free_cpus:g}, GPU {free_gpus}"
                 problems.append(Problem(subject=f"pool {name} on node {node}", need=need, free=free, remedy="Lower pools.*.nodes"))
         return problems

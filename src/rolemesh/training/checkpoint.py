@@ -90,12 +90,12 @@ def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Conf
             remedy = f"Train on in a new run, with model.path={folder / MODEL} and sft=null"
             found = f"only {', '.join(state['roles'])} in {folder}"
             problems.append(Problem(subject=f"roles.{role}", need="the checkpoint must hold its state", free=found, remedy=remedy))
-    if REF in after.roles and not warm and before.model.path != after.model.path:
+    if REF in after.roles and not (warm or after.ref_is_actor) and before.model.path != after.model.path:
         need = "must stay as it was: the reference is read from there"
         problems.append(Problem(subject="model.path", need=need, free=after.model.path, remedy=f"Set model.path={before.model.path}"))
-    if before.model.lora != after.model.lora or (after.model.lora and before.model.path != after.model.path):
-        was = before.model.model_dump(include={"path", "lora"})
-        need = "model.path and model.lora must stay as they were: the checkpoint holds an adapter, or none, of that model"
+    if before.model.lora != after.model.lora:
+        was = before.model.model_dump(include={"lora"})
+        need = "must stay as it was: the checkpoint holds such an adapter, or none"
         remedy = f"Train on in a new run, with model.path={folder / MODEL}"
         problems.append(Problem(subject="model.lora", need=need, free=f"{was} before", remedy=remedy))
     if REF in after.roles and warm and before.ref_is_actor != after.ref_is_actor:

@@ -13,6 +13,7 @@ from rolemesh.data import sft_batch
 from rolemesh.errors import RunStopped
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.observe import Metrics, metric_part
+from rolemesh.plan.routes import handed_on
 from rolemesh.runtime import together
 from rolemesh.training import evaluation, health, saving, serving
 from rolemesh.training.run import StepBatch, TrainingRun
@@ -39,11 +40,7 @@ async def warm_start(run: TrainingRun) -> None:
 
 async def _hand_on(run: TrainingRun) -> None:
     """What came out of the warm start is the reference, and the body of a critic that has no model of its own."""
-    groups = run.session.groups
-    takers = [REF] if REF in groups else []
-    if CRITIC in groups and run.config.algorithm.critic_path is None:
-        takers.append(CRITIC)
-    for role in takers:
+    for role in handed_on(run.config):
         await run.session.publisher.give(role, run.progress.weight_version)
 
 

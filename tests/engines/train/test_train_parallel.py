@@ -1,5 +1,7 @@
 """One, two and four ranks over gloo, in every layout, against one process. The ranks are started once for all tests of this file."""
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -134,8 +136,19 @@ def of_critic(groups: Groups, sharding: str) -> dict:
     found = {"values": dict(zip(mine, trainer.values(data.take(mine)), strict=True))}
     found["value_gradients"] = trainer.compute_gradients(data.take(mine), ppo().value_loss, metrics=Metrics())
     trainer.update(data.take(mine), ppo().value_loss, metrics=metrics)
-    trainer.load_backbone(tiny_model(seed=3).state_dict().items())
+    trainer.load_backbone(passing(tiny_model(seed=3)))
     return found | {"value_metrics": metrics, "value_weights": dict(trainer.named_weights())}
+
+
+def passing(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights one after the other: who takes them holds the last one alone, of which the next one may take the place."""
+    given: list[weakref.ref] = []
+    for name, weight in model.state_dict().items():
+        memory = weight.numpy().copy()
+        given.append(weakref.ref(memory))
+        yield name, torch.from_numpy(memory)
+        memory.fill(np.nan)
+        assert all(one() is None for one in given[:-1]), f"weights before {name} are held still"
 
 
 def of_qwen(groups: Groups, sharding: str) -> dict:
@@ -184,7 +197,7 @@ def of_scorer(pair: Groups, other: Groups) -> dict:
     scorer.join(other)
     found["logprobs"].append(scorer.logprobs(mine, 0.7))
     found["weights"] = dict(scorer.named_weights())
-    scorer.load_weights(tiny_model(seed=3).state_dict().items())
+    scorer.load_weights(passing(tiny_model(seed=3)))
     found["refused"] = refusal(lambda: scorer.load_weights({}.items()))
     return found | {"taken": scorer.logprobs(mine, 0.7)}
 

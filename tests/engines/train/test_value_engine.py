@@ -361,6 +361,21 @@ def test_body_that_looks_ahead_is_refused():
         ValueEngine(model, optimizer=OptimizerSettings(learning_rate=1e-3), micro_batch_tokens=100)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_in_bfloat16_have_no_steps(bias: bool):
+    """The numbers near 10 that bfloat16 has are 1/16 apart; here the states differ by less."""
+    model = value_model()
+    with torch.no_grad():
+        model.head.bias.fill_(9.97)
+        if not bias:
+            model.head.bias = None
+            model.head.weight.mul_(1000)
+    exact, found = (np.concatenate(critic(model, compute_dtype=form).values(critic_batch())) for form in (torch.float32, torch.bfloat16))
+    assert len(np.unique(found)) > 0.9 * len(np.unique(exact))
+    assert np.allclose(found, exact, rtol=0.02, atol=0.02 * np.abs(exact).max())
+    assert not np.array_equal(found, torch.tensor(found).bfloat16().float().numpy())
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_body_of_a_warm_started_policy_can_be_taken_over(tied: bool):
     policy, trainer = engine(tiny_model(seed=9, tied=tied)), critic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self
@@ -16,9 +16,9 @@ from rolemesh.engines.train.fsdp import Root, Shards, replace_parameters
 from rolemesh.engines.train.gradients import FlatGradients, Gradients, ShardedGradients
 from rolemesh.engines.train.groups import Groups, agree
 from rolemesh.engines.train.layout import Layout, Part, Sliceable
-from rolemesh.engines.train.tensor_file import Block, TensorFile
+from rolemesh.engines.train.tensor_file import Block, StoredTensor, TensorFile
 from rolemesh.engines.train.tensor_parallel import TensorPlan, split_forward, tensor_plan
-from rolemesh.engines.train.weights import named_weights
+from rolemesh.engines.train.weights import check_fit, named_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,21 @@ class PlacedModel:
     def gathered(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of this weight, or of a gradient or moment of it. Collective where it is split."""
         return self.layout.gathered(name, tensor, self.parts[name].whole)
+
+    def cut(
+        self, given: Iterable[tuple[str, Tensor | StoredTensor]], *, keep: Callable[[str], bool] = lambda name: False
+    ) -> dict[str, Tensor]:
+        """Copies of this rank's parts of whole weights that come one after the other, so that no more than one of these is held. Those of
+        which `keep` is true must not come. Raises ValueError when names or shapes do not fit."""
+        parts = {name: part for name, part in self.parts.items() if not keep(name)}
+        shapes, found = dict[str, torch.Size](), dict[str, Tensor]()
+        for name, weight in given:
+            shapes[name] = weight.shape
+            if name in parts and tuple(weight.shape) == parts[name].whole:
+                found[name] = weight[parts[name].index].clone(memory_format=torch.contiguous_format)
+            del weight  # before the next one comes
+        check_fit({name: torch.Size(part.whole) for name, part in parts.items()}, shapes)
+        return found
 
     def file(self, tensors: Mapping[str, tuple[str, Tensor]], changed: Mapping[str, Callable[[], Tensor]] | None = None) -> TensorFile:
         """A file that all ranks write together: `tensors` gives by name in the file a weight, and what this rank has there for it.

@@ -18,7 +18,7 @@ from rolemesh.engines.train.microbatch import Passes
 from rolemesh.engines.train.packing import use_packed_attention
 from rolemesh.engines.train.placed import PlacedModel, Weights, without_weights
 from rolemesh.engines.train.tensor_file import Copying, StoredTensor, TensorFile
-from rolemesh.engines.train.weights import check_fit, named_weights, shapes
+from rolemesh.engines.train.weights import named_weights
 
 
 class Scorer:
@@ -106,10 +106,10 @@ class Scorer:
 
     @torch.no_grad()
     def load_weights(self, given: Iterable[tuple[str, Tensor | StoredTensor]]) -> None:
-        """Take over the weights of a policy, for instance after its supervised warm start, by copying. Raises ValueError, and changes
-        nothing, when names or shapes do not fit."""
-        placed, source = self._up, dict(given)
-        check_fit({name: torch.Size(part.whole) for name, part in placed.parts.items()}, shapes(source))
+        """Take over the weights of a policy, for instance after its supervised warm start, by copying: each of them is needed only until
+        the next one comes. Raises ValueError, and changes nothing, when names or shapes do not fit."""
+        placed = self._up
+        parts = placed.cut(given)
         self.copying.wait()
-        for name, part in placed.parts.items():
-            placed.tensors[name].copy_(source[name][part.index])
+        for name, part in parts.items():
+            placed.tensors[name].copy_(part)

@@ -61,12 +61,17 @@ class ValueEngine(Replica):
         self._accumulate(batch, partial(self._rows_loss, loss_fn), metrics)
         return self._whole_gradients()
 
+    @torch.no_grad()
     def load_backbone(self, given: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the body of a language model with these weights (`TrainEngine.named_weights`), for instance after its supervised
-        warm start; the head stays. Raises ValueError, and changes nothing, when names or shapes do not fit."""
+        warm start, each of which is needed only until the next one comes; the head stays. Raises ValueError, and changes nothing, when
+        names or shapes do not fit."""
         prefix = cast(ValueModel, self.model).prefix
-        body = {f"backbone.{name.removeprefix(prefix)}": weight for name, weight in given if name.startswith(prefix)}
-        self.load_weights(body, keep=lambda name: name.startswith("head."))
+        body = ((f"backbone.{name.removeprefix(prefix)}", weight) for name, weight in given if name.startswith(prefix))
+        parts = self._up.cut(body, keep=lambda name: name.startswith("head."))
+        self.copying.wait()
+        for name, part in parts.items():
+            self._up.tensors[name].copy_(part)
 
     def _rows_loss(self, loss_fn: ValueLossFunction, rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = ValueBatch(
@@ -80,5 +85,5 @@ class ValueEngine(Replica):
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast != torch.float32):
-            found: torch.Tensor = self._root(partial(self._placed_model, micro.positions, **micro.inputs))
+            found: torch.Tensor = self._root(partial(self._placed_model.float32_values, micro.positions, **micro.inputs))
         return found
