@@ -224,6 +224,12 @@ def read_config_json(files: ModelFiles, name: str = "config.json") -> dict[str, 
     return data
 
 
+def architecture(data: Mapping[str, Any]) -> str:
+    """The class that `config.json` names; empty when it names none."""
+    names = data.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def _gguf_facts(header: GgufHeader, file: Path) -> ModelFacts:
     """Sizes under the names of llama.cpp. The parameters are counted from the table of tensors, so exactly."""
     keys = ("block_count", "embedding_length", "attention.head_count")
