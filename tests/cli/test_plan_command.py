@@ -82,6 +82,12 @@ def test_wrong_nodes_are_a_config_error(tmp_path):
     assert "'eight'" in errors
 
 
+def test_names_of_rewards_are_checked(tmp_path):
+    _, errors, *_ = plan(tmp_path, "demo", "reward=[{name: reasoning_gym, model: {path: nowhere}}, {name: exakt}]", check=2)
+    assert "this is the name of a built-in verifier; found 'reasoning_gym'" in errors
+    assert "Did you mean 'exact'?" in errors
+
+
 def test_S29_known_bad_versions_refuse_a_plan(tmp_path):
     """With a distribution of torchvision for CUDA on the path, beside torch for CPUs."""
     import importlib.metadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rolemesh.config import Config, check_config, load_config
+from rolemesh.config import Config, check_config, load_config, read_model_facts
 from rolemesh.errors import Problem
 
 
@@ -60,6 +60,33 @@ def test_an_adapter_is_not_split_over_a_row_of_ranks(check):
     assert "must be 1 with model.lora" in problem.need
     assert check(*split) == {}
     assert check("model.lora.rank=8", "model.lora.target_modules=[q_proj]") == {}
+
+
+def test_an_adapter_has_layers_and_a_rank_that_they_can_have(check):
+    problem = check("model.lora.target_modules=[]")["model.lora.target_modules"]
+    assert problem.need == "must name at least one layer, or be all-linear"
+    hidden = read_model_facts("tiny").hidden
+    problem = check(f"model.lora.rank={hidden + 1}")["model.lora.rank"]
+    assert f"at most the hidden size of the model ({hidden})" in problem.need
+    assert check(f"model.lora.rank={hidden}") == {}
+
+
+def test_rewards_are_not_sharded(check, tmp_path):
+    split = ("roles.reward.tensor_parallel=2", "pools.main.nodes=[2]")
+    problem = check(*split)["roles.reward.tensor_parallel"]
+    assert "functions have no model to divide" in problem.need
+    assert problem.remedy == "Set roles.reward.tensor_parallel=1"
+    problem = check(*split, f"reward=[{{model: {{path: {tmp_path}}}}}]")["roles.reward.tensor_parallel"]
+    assert "a reward model is kept whole" in problem.need
+    assert "its built-in engine" in check("roles.rollout.tensor_parallel=2", "pools.main.nodes=[2]")["roles.rollout.tensor_parallel"].need
+
+
+def test_a_policy_that_is_a_classifier_is_refused(check, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    problem = check(f"model.path={tmp_path}")["model.path"]
+    assert problem.free == "Qwen2ForSequenceClassification, a classifier"
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    assert check(f"model.path={tmp_path}") == {}
 
 
 def test_offloading_needs_somebody_to_leave_the_devices_to(check):

@@ -176,6 +176,13 @@ def test_wrong_values_are_told_in_plain_words(recipe, override, subject, need):
 
 def test_remedies_of_wrong_values(recipe):
     empty = recipe("")
+    short = problems(empty, "trainer.betas=[0.9]")["trainer.betas"]
+    assert (short.free, short.remedy) == ("[0.9]", "The default is [0.9, 0.999]")
+    assert problems(empty, "rollout.serve=true")["rollout.serve"].remedy == "Write for example rollout.serve={}"
+    assert problems(empty, "model.lora=16")["model.lora"].remedy == "Write for example model.lora={rank: ...}"
+    for override, value in (("environment.tools", "calculator"), ("model.lora.target_modules", "q_proj"), ("pools.main.nodes", "2")):
+        assert problems(empty, f"{override}={value}")[override].remedy == f"Put it into a list: {override}=[{value}]"
+    assert problems(empty, "pools.main.nodes=-2")["pools.main.nodes"].remedy == "The default is 'auto'"
     assert problems(empty, "trainer.schedule=cosin")["trainer.schedule"].remedy == "Did you mean 'cosine'?"
     assert problems(empty, "reward={name: exact}")["reward"].remedy == "Put it into a list: reward=[{name: exact}]"
     assert problems(recipe("name: 5"))["name"].remedy == 'Put it in quotes: "5"'

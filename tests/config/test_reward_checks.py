@@ -64,8 +64,10 @@ def test_an_entry_with_a_model_beside_functions(config_of, tmp_path: Path) -> No
 def test_what_does_not_go_with_a_model(config_of) -> None:
     found = problems(config_of("[{name: exact, deadline: 5, options: {a: 1}, memory_mb: 100, model: {path: GOOD}}]"))
     assert set(found) == {"reward.0.name", "reward.0.deadline", "reward.0.options", "reward.0.memory_mb"}
-    assert "an entry is a function or a model" in found["reward.0.name"]
-    assert set(problems(config_of("[{name: 'mine:score', model: {path: GOOD}}]"))) == {"reward.0.name"}
+    assert "this is the name of a built-in verifier; found 'exact'" in found["reward.0.name"]
+    found = problems(config_of("[{name: 'mine:score', model: {path: GOOD}}]"))
+    assert list(found) == ["reward.0.name"]
+    assert "has letters, digits, _, . and - alone" in found["reward.0.name"]
     found = problems(config_of("[{model: {path: GOOD}}]", "roles.reward.cpus=2", "roles.reward.processes=3"))
     assert "lives in the slots of its pool" in found["roles.reward.cpus"]
     assert list(found) == ["roles.reward.cpus"]

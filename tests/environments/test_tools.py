@@ -102,7 +102,8 @@ def test_all_that_is_wrong_with_tools_is_told_at_once():
     [
         ({"name": "tools"}, "must name a tool or more"),
         ({"tools": ["calculator"], "parser": "herms"}, "Did you mean 'hermes'"),
-        ({"name": "reasoning_gym", "options": {"attempt": 3}}, "attempt"),
+        ({"name": "reasoning_gym", "options": {"attempt": 3}}, "options attempts, .*found 'attempt'. Did you mean 'attempts'?"),
+        ({"tools": ["calculator"], "options": {"foo": 1}}, "tools takes no options; found 'foo'. Leave it out"),
         ({"name": "reasonning_gym"}, "Did you mean 'reasoning_gym'"),
     ],
 )

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rolemesh.batch import Batch
+from rolemesh.config.model_files import model_files
 from rolemesh.config.schema import ModelConfig
 from rolemesh.engines.rollout import create_engine
 from rolemesh.engines.train import OptimizerSettings, Scorer, TrainEngine
@@ -120,6 +121,26 @@ def test_saved_folder_gives_the_same_logits(folder):
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert load_tokenizer(ModelConfig(path=str(folder))).get_vocab() == load_tokenizer(TINY).get_vocab()
+
+
+def test_a_generation_config_is_read_with_parts_too_and_saved_as_it_is(folder, tokenizer, tmp_path):
+    """Also one that transformers reads and refuses to write; where there is none it is made of the config, whatever that says."""
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}))
+    config = ModelConfig(path=str(folder))
+    opened = open_weights(config)
+    assert opened is not None
+    for model in (opened[0], load_model(config, seed=0)):
+        assert (model.generation_config.eos_token_id, model.generation_config.top_p) == ([2, 5], 0.9)
+    save_model(tmp_path / "copy", model, tokenizer, generation=model_files(config.path).generation)
+    assert (tmp_path / "copy" / file.name).read_bytes() == file.read_bytes()
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="generation_config"):
+        open_weights(config)
+    file.unlink()
+    edit_config(folder, temperature=0.6)
+    save_model(tmp_path / "copy", load_model(config, seed=0), tokenizer, generation=model_files(config.path).generation)
+    assert json.loads((tmp_path / "copy" / file.name).read_text())["eos_token_id"] == 2
 
 
 def test_save_replaces_and_leaves_nothing_beside(folder, tokenizer):

@@ -374,6 +374,17 @@ def test_more_ranks_than_rows_is_pointed_out(plan):
     assert any("16 workers share mini-batches of 8 rows" in warning for warning in found.warnings)
 
 
+def test_options_without_effect_are_pointed_out(plan):
+    def idle(nodes: str, *overrides: str) -> list[str]:
+        return [warning.split()[0] for warning in plan(nodes, *given, *overrides).warnings if "has no effect" in warning]
+
+    given = ("model.lora.rank=8", "trainer.publish=adapter", "trainer.sharding=fsdp", "trainer.offload=true")
+    one = ("roles.actor.workers=1", "roles.rollout.workers=1")
+    assert idle("1x0:4c", *one) == ["trainer.publish=adapter", "trainer.sharding=fsdp", "trainer.offload"]
+    pools = "pools={a: {gpus: 1, nodes: [2]}, b: {gpus: 1, nodes: [2]}}"
+    assert idle("1x8", pools, "roles={actor: {pool: a}, rollout: {pool: b}, reward: {pool: b}}") == []
+
+
 def test_no_nodes_and_unreadable_models_are_problems(plan):
     found = plan(Inventory(nodes=(), origin="ray cluster"))
     assert [problem.subject for problem in found.problems] == ["inventory"]

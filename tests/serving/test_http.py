@@ -333,6 +333,23 @@ async def test_what_cannot_be_served_is_refused_by_name(path: str, body: Any, st
     assert policy.asked == []
 
 
+async def test_what_the_engine_refuses_is_told_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Scripted(error=RequestRefused("token ids must be within [0, 8)"))) as client:
+        for path, param, body, place in (
+            ("/completions", "prompt", {"prompt": [9]}, "prompt"),
+            ("/completions", "prompt", {"prompt": [[9], [9]]}, r"prompt[0]"),
+            ("/chat/completions", "messages", {"messages": [{"role": "user", "content": "1"}]}, "messages"),
+        ):
+            for stream in (False, True):
+                found, told, _ = await client.post(path, body | {"stream": stream})
+                assert (found, told["error"]["param"], told["error"]["type"]) == (400, param, "invalid_request_error")
+                assert told["error"]["message"] == f"{place}: token ids must be within [0, 8)"
+        monkeypatch.setattr(TOKENIZER, "chat_template", None)
+        found, told, _ = await client.post("/chat/completions", {"messages": [{"role": "user", "content": "1"}]})
+    assert (found, told["error"]["param"]) == (400, "messages")
+    assert told["error"]["message"] == "the model has no chat template; use /v1/completions"
+
+
 async def test_null_and_neutral_values_are_as_if_left_out() -> None:
     async with serving(Scripted()) as client:
         await client.complete(
@@ -355,7 +372,6 @@ async def test_what_goes_wrong_behind_it_has_its_status() -> None:
     for error, status, kind in (
         (Overloaded("too many", retry_after=7), 429, "rate_limit_error"),
         (Unavailable("the run has ended"), 503, "server_error"),
-        (RequestRefused("token ids must be within [0, 8)"), 400, "invalid_request_error"),
         (late, 503, "server_error"),
         (died, 500, "server_error"),
     ):

@@ -141,7 +141,9 @@ def test_incomplete_checkpoints_are_named_with_what_is_wrong(
 
 def test_an_export_through_a_symlink_goes_where_it_leads_and_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "made")
-    checkpoint_of(run, load_model(ModelConfig(), seed=0))
+    unwritable = tmp_path / "generation_config.json"
+    unwritable.write_text(json.dumps({"temperature": 0.6, "eos_token_id": [2, 5]}))  # transformers reads it alone
+    checkpoint_of(run, load_model(ModelConfig(), seed=0), generation=unwritable)
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     for force in (False, True):
@@ -149,7 +151,8 @@ def test_an_export_through_a_symlink_goes_where_it_leads_and_a_checkpoint_that_i
         export.run_export(planned, lambda text: None)
         assert (tmp_path / "link").is_symlink()
         assert torch.equal(logits(tmp_path / "disk"), logits(run.checkpoint(1) / "model"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "runs"]
+        assert (tmp_path / "disk" / "generation_config.json").read_text() == unwritable.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", unwritable.name, "link", "runs"]
     planned = export.plan_export(str(run.path), tmp_path / "late", runs_dir=tmp_path)
     checkpoint.remove(run.checkpoint(1))
     with pytest.raises(RolemeshError, match=r"step-1 is gone: its run has removed it meanwhile"):
@@ -176,7 +179,9 @@ def test_G14_an_export_that_is_not_the_same_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["mine"], "nothing half-written is left"
 
 
-def checkpoint_of(directory: RunDirectory, model: torch.nn.Module, config: dict[str, Any] | None = None) -> None:
+def checkpoint_of(
+    directory: RunDirectory, model: torch.nn.Module, config: dict[str, Any] | None = None, generation: Path | None = None
+) -> None:
     """A checkpoint of step 1 as an actor's ranks write it, of any model, with or without an adapter."""
     engine = TrainEngine(model, optimizer=OptimizerSettings(learning_rate=1e-3), micro_batch_tokens=64)
     folder = checkpoint.new_folder(directory, 1)
@@ -185,11 +190,11 @@ def checkpoint_of(directory: RunDirectory, model: torch.nn.Module, config: dict[
     weights.write(folder / "model" / "model.safetensors")
     optimizer.write(folder / "actor-optimizer.safetensors")
     names = [name for name, _ in engine.empty_weights()]
-    save_description(folder / "model", engine.empty_model, load_tokenizer(ModelConfig()), names)
+    save_description(folder / "model", engine.empty_model, load_tokenizer(ModelConfig()), names, generation=generation)
     if hasattr(model, "peft_config"):
         (folder / "adapter").mkdir()
         engine.adapter_file().write(folder / "adapter" / "adapter_model.safetensors")
-        save_adapter_config(folder / "adapter", engine.model)
+        save_adapter_config(folder / "adapter", engine.skeleton)
     state = {"progress": {}, "prompts": {}, "roles": {}, "config": config or {"model": {"path": "gone"}}}
     checkpoint.publish(folder, directory.checkpoint(1), state)
 

@@ -140,11 +140,15 @@ def damage_config(folder: Path) -> None:
     (folder / "config.json").write_text("[1]")
 
 
+def damage_generation(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+
+
 def remove_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_weights, damage_index, damage_config, remove_weights])
+@pytest.mark.parametrize("damage", [damage_weights, damage_index, damage_config, damage_generation, remove_weights])
 def test_a_damaged_model_folder_is_refused_before_a_worker_loads_it(tmp_path: Path, damage: object) -> None:
     model = small(tmp_path).model
     save_model(tmp_path / "model", load_model(model, seed=0), load_tokenizer(model))

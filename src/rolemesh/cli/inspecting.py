@@ -31,6 +31,7 @@ from rolemesh.plan import (
     with_versions,
 )
 from rolemesh.plan.memory import size
+from rolemesh.rewards import REWARDS
 
 REWARD_EXAMPLE = '''"""A reward of your own: name it in the recipe as `rewards:score`."""
 
@@ -48,7 +49,7 @@ def plan(arguments: list[str], nodes: list[str] | None, *, as_json: bool, live: 
     """Print the plan; returns the exit code, 3 when resources cannot hold it."""
     config = load_config(*recipe_and_overrides(arguments))
     versions = check_versions(config.rollout.engine)
-    problems = [*check_config(config), *versions.problems]
+    problems = [*check_config(config, builtins={"reward.name": list(REWARDS)}), *versions.problems]
     if live and (nodes or config.cluster.address is None):
         free = f"--nodes {' '.join(nodes)}" if nodes else "none"
         problem = Problem(subject="--live", need="needs cluster.address, and no --nodes", free=free, remedy="Set cluster.address=auto")

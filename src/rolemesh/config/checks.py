@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from rolemesh.config.data_checks import data_problems
-from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files
+from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files, read_model_facts
 from rolemesh.config.packaged import local_path
 from rolemesh.config.pool_checks import check_pools, check_roles
 from rolemesh.config.reward_checks import check_reward
-from rolemesh.config.schema import Config
+from rolemesh.config.reward_heads import check_language_model
+from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
@@ -90,10 +91,34 @@ def _model(config: Config) -> Iterator[Problem]:
     if config.model.path not in BUILTIN_MODELS:
         try:
             check_model_files(config.model.path)
+            check_language_model(config.model.path)
         except ConfigError as error:
             yield from error.problems
+    if config.model.lora is not None:
+        yield from _lora(config.model.path, config.model.lora)
     if config.model.tokenizer is not None and config.model.tokenizer not in BUILTIN_MODELS:
         yield from _tokenizer(config.model.tokenizer)
+
+
+def _lora(path: str, lora: LoraConfig) -> Iterator[Problem]:
+    if not lora.target_modules:
+        yield Problem(
+            subject="model.lora.target_modules",
+            need="must name at least one layer, or be all-linear",
+            free="[]",
+            remedy="Set model.lora.target_modules=all-linear",
+        )
+    try:
+        hidden = read_model_facts(path).hidden
+    except ConfigError:
+        return  # told of the model itself, by the plan too
+    if lora.rank > hidden:
+        yield Problem(
+            subject="model.lora.rank",
+            need=f"must be at most the hidden size of the model ({hidden}): its layers have no higher rank to learn",
+            free=str(lora.rank),
+            remedy=f"Set model.lora.rank={min(16, hidden)}",
+        )
 
 
 def _tokenizer(text: str) -> Iterator[Problem]:

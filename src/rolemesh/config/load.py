@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from rolemesh.config.options import Branch, Place, branch, default_text, locate, suggestions, words_of
 from rolemesh.config.overrides import Tree, apply_override, merge
@@ -114,7 +115,7 @@ def _validate(tree: Tree) -> tuple[Config | None, list[Problem]]:
         for item in error.errors(include_url=False, include_context=False, include_input=False):
             place = locate(item["loc"])
             # Several errors of one option (the branches of a union, the items of a list) are one problem for the user.
-            missing = item["type"] == "missing"
+            missing = item["type"] == "missing" and item["loc"] == place.keys  # else a part of its value is
             problems.setdefault(place.dotted, _missing(place) if missing else _problem(place, _value_at(tree, place.keys)))
         return None, list(problems.values())
 
@@ -145,7 +146,9 @@ def _branch_remedy(place: Place, value: Any) -> str:
         return ""
     if found.kind == "list" and isinstance(value, Mapping):
         return f"Put it into a list: {place.dotted}=[{show(value)}]"
-    inner = f"{{{next(iter(found.model.model_fields))}: ...}}"
+    fields = found.model.model_fields
+    bare = value is True and not any(info.is_required() for info in fields.values())
+    inner = "{}" if bare else f"{{{next(iter(fields))}: ...}}"
     example = {"section": inner, "mapping": f"{{name: {inner}}}", "list": f"[{inner}]"}[found.kind]
     return f"Write for example {place.dotted}={example}"
 
@@ -156,7 +159,19 @@ def _value_remedy(place: Place, value: Any) -> str:
         return f"Did you mean {hint!r}?"
     if place.info.annotation is str and isinstance(value, int | float):
         return f'Put it in quotes: "{show(value)}"'
+    if not isinstance(value, list) and _fits(place.info, [value]):
+        return f"Put it into a list: {place.dotted}=[{value}]"
     return f"The default is {default_text(place.info)}"
+
+
+def _fits(info: FieldInfo, value: Any) -> bool:
+    """Whether an option of plain values would take `value`."""
+    annotation: Any = info.annotation
+    try:
+        TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _choices(words: str) -> list[str]:

@@ -21,6 +21,8 @@ BUILTIN_MODELS: Final[dict[str, Path]] = {"tiny": Path(__file__).parent.parent /
 """Models that rolemesh makes from scratch: name -> folder with `config.json` and tokenizer."""
 
 GGUF: Final = ".gguf"
+GENERATION: Final = "generation_config.json"
+"""What a folder may say of how its model is used: the tokens that end an answer, and sampling that it recommends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,12 @@ class ModelFiles:
     def main(self) -> Path:
         """The path to name in messages."""
         return self.folder / self.gguf if self.gguf else self.folder
+
+    @property
+    def generation(self) -> Path | None:
+        """The folder's `generation_config.json`; None where there is none, and for a GGUF file, which says that itself."""
+        file = self.folder / GENERATION
+        return file if self.gguf is None and file.is_file() else None
 
     @property
     def for_transformers(self) -> dict[str, str]:
@@ -207,9 +215,9 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     return _facts(text if isinstance(text, dict) else data, files.folder / "config.json")
 
 
-def read_config_json(files: ModelFiles) -> dict[str, Any]:
-    """What `config.json` of a folder holds. Raises ConfigError."""
-    file = files.folder / "config.json"
+def read_config_json(files: ModelFiles, name: str = "config.json") -> dict[str, Any]:
+    """What `config.json`, or another file of a folder, holds. Raises ConfigError."""
+    file = files.folder / name
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -217,6 +225,12 @@ def read_config_json(files: ModelFiles) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError.one("model.path", f"{file} must hold a JSON object", type(data).__name__, "Download or copy the file again")
     return data
+
+
+def architecture(data: Mapping[str, Any]) -> str:
+    """The class that `config.json` names; empty when it names none."""
+    names = data.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def _gguf_facts(header: GgufHeader, file: Path) -> ModelFacts:

@@ -148,12 +148,12 @@ def check_roles(config: Config) -> Iterator[Problem]:
 def _tensor_parallel(config: Config, name: str, role: RoleConfig) -> Iterator[Problem]:
     subject, size = f"roles.{name}.tensor_parallel", role.tensor_parallel
     if name in BUILTIN_ROLES and name not in (ACTOR, CRITIC) and role.worker is None:
-        yield Problem(
-            subject=subject,
-            need=f"must be 1 for {name}: its built-in engine keeps a whole model in each worker",
-            free=str(size),
-            remedy=f"Set {subject}=1, or name a worker class that can do it in roles.{name}.worker",
-        )
+        if name in config.process_roles:
+            need, remedy = f"must be 1 for {name}: functions have no model to divide", ""
+        else:
+            kept = "a reward model is kept whole" if name == REWARD else "its built-in engine keeps a whole model"
+            need, remedy = f"must be 1 for {name}: {kept} in each worker", f", or name a worker class that can do it in roles.{name}.worker"
+        yield Problem(subject=subject, need=need, free=str(size), remedy=f"Set {subject}=1{remedy}")
     if config.backend == "local":
         yield Problem(subject=subject, need="must be 1: backend local runs one process", free=str(size), remedy="Set backend=ray")
     if role.workers != "auto" and role.workers % size:

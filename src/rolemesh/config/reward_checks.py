@@ -43,7 +43,14 @@ def check_reward(config: Config, builtins: Mapping[str, Collection[str]]) -> Ite
 
 
 def _model(entry: str, reward: RewardConfig, functions: Collection[str]) -> Iterator[Problem]:
-    if not _NAME.match(reward.name) or reward.name in functions:
+    if reward.name in functions:
+        yield Problem(
+            subject=f"{entry}.name",
+            need="an entry is a function or a model, and this is the name of a built-in verifier",
+            free=repr(reward.name),
+            remedy="Choose another name for the model, and give the verifier an entry of its own",
+        )
+    elif not _NAME.match(reward.name):
         yield Problem(
             subject=f"{entry}.name",
             need="an entry is a function or a model: what a model is called has letters, digits, _, . and - alone",

@@ -9,7 +9,7 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, model_files, read_config_json, weight_files
+from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, architecture, model_files, read_config_json, weight_files
 from rolemesh.errors import ConfigError
 
 CLASSIFIER: Final = "ForSequenceClassification"
@@ -23,7 +23,7 @@ def check_scalar_head(path: str) -> None:
     model with a stored head. Whether the files hold all other weights too is known when it is loaded."""
     files = _folder(path)
     data = read_config_json(files)
-    name = next(iter(data.get("architectures") or ()), "")
+    name = architecture(data)
     if name.endswith(CLASSIFIER):
         labels = data["id2label"] if isinstance(data.get("id2label"), dict) else range(data.get("num_labels") or DEFAULT_LABELS)
         if len(labels) != 1:
@@ -39,6 +39,14 @@ def check_scalar_head(path: str) -> None:
         raise _headless(files, f"{name or 'no architecture'} in config.json")
     elif stored_head(path) is None:
         raise _headless(files, f"{name} without a weight [1, hidden] beside the language model")
+
+
+def check_language_model(path: str) -> None:
+    """Raise ConfigError (`model.path`) for the folder of a classifier, whose files hold no output layer over the vocabulary."""
+    files = model_files(path)
+    if not files.gguf and (name := architecture(read_config_json(files))).endswith(CLASSIFIER):
+        need, found = f"{files.folder} must hold a language model", f"{name}, a classifier"
+        raise ConfigError.one("model.path", need, found, "Give a causal language model; one that scores answers goes into reward.<n>.model")
 
 
 def stored_head(path: str) -> str | None:

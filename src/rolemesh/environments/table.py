@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, Final
 
 from rolemesh.config.schema import EnvironmentConfig
@@ -12,7 +13,7 @@ from rolemesh.environments.tools import load_tools
 from rolemesh.environments.turns import TurnEncoder
 from rolemesh.errors import ConfigError
 from rolemesh.protocols.environment import Environment, Message
-from rolemesh.registry import check_call, resolve
+from rolemesh.registry import check_call, nearest, resolve
 
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "tools": "rolemesh.environments.tool_use:ToolEnvironment",
@@ -26,6 +27,8 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     """What makes the environment of one episode: it is called with `environment.options`, and with `tools` and `parser` where the section
     has tools. Raises ConfigError for what cannot be found, or not be called like that."""
     found = resolve(config.name, ENVIRONMENTS, subject="environment.name")
+    if config.name in ENVIRONMENTS:
+        _check_options(config, found)
     keywords = dict(config.options)
     if config.tools:
         parser = resolve(config.parser, TOOL_PARSERS, subject="environment.parser")
@@ -35,6 +38,19 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     called = f"{config.name}({', '.join(f'{name}=...' for name in keywords)})"
     check_call(found, [], keywords, subject="environment.options", name=config.name, called=called)
     return partial(found, **keywords)
+
+
+def _check_options(config: EnvironmentConfig, environment: Callable[..., Environment]) -> None:
+    """Raise ConfigError for an option that a built-in environment does not have."""
+    parameters = signature(environment).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    taken = [parameter.name for parameter in parameters if parameter.name not in ("tools", "parser")]
+    for name in config.options:
+        if name not in taken:
+            need = f"{config.name} takes {'the options ' + ', '.join(taken) if taken else 'no options'}"
+            remedy = f"Did you mean {hint!r}?" if (hint := nearest(name, taken)) else "Leave it out"
+            raise ConfigError.one("environment.options", need, repr(name), remedy)
 
 
 def tool_schemas(config: EnvironmentConfig | None) -> list[dict[str, Any]]:

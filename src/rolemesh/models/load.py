@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files, weight_files
@@ -134,9 +134,11 @@ def open_weights(model: ModelConfig, kind: type = AutoModelForCausalLM) -> tuple
         empty = cast(Any, kind).from_config(config, dtype=getattr(torch, model.dtype), attn_implementation=attention(config)).eval()
     empty.tie_weights()  # registering a parameter made another one of it
     try:
+        if files.generation and empty.can_generate():
+            empty.generation_config = GenerationConfig.from_pretrained(files.folder, local_files_only=True)
         opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.folder)]
         found = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
+    except LOAD_ERRORS as error:
         raise _unusable(files, error) from error
     tied = set(empty.all_tied_weights_keys)
     wanted = {name: list(tensor.shape) for name, tensor in empty.state_dict().items() if name not in tied}

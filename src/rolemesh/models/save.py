@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
+
+from rolemesh.config.model_files import GENERATION
 
 
 def save_model(
@@ -18,12 +20,14 @@ def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    generation: Path | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write weights (safetensors), config, generation config and tokenizer; see `save_folder`."""
+    """Write weights (safetensors), config, generation config and tokenizer; see `save_folder` and, of `generation`, `save_description`."""
 
     def write(fresh: Path) -> None:
         _save_weights(fresh, model)
+        _save_generation(fresh, model, generation)
         tokenizer.save_pretrained(fresh)
 
     save_folder(folder, write, check=check)
@@ -51,10 +55,18 @@ def save_folder(folder: Path, write: Callable[[Path], None], *, check: Callable[
     _sync_path(folder.parent)
 
 
-def save_description(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Collection[str]) -> None:
+def save_description(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Collection[str],
+    *,
+    generation: Path | None = None,
+) -> None:
     """Write and sync everything of a Hugging Face folder but the weights, which others write: config, generation config, code of the
     model's own, tokenizer. `weights` are their names: those that the model ties and that are all there have separated, and the config says
-    so, or readers that believe it would lose one of them. Raises OSError."""
+    so, or readers that believe it would lose one of them. `generation` is the generation config that the model came with, copied as it
+    is: transformers reads some that it refuses to write. Raises OSError."""
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
     if any(one in weights and other in weights for one, other in model.all_tied_weights_keys.items()):
@@ -62,22 +74,25 @@ def save_description(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    _save_generation(folder, model, generation)
     tokenizer.save_pretrained(folder)
     _sync(folder)
 
 
+def _save_generation(folder: Path, model: PreTrainedModel, generation: Path | None) -> None:
+    if generation is not None:
+        shutil.copyfile(generation, folder / GENERATION)
+    elif model.can_generate():
+        model.generation_config.to_json_file(folder / GENERATION, keys_to_pop=["compile_config"])  # made of the config, and not judged
+
+
 def _save_weights(folder: Path, model: PreTrainedModel) -> None:
+    described = copy.copy(model)  # of the same weights
+    described.config, described.generation_config = copy.deepcopy(model.config), GenerationConfig()
     # A config that says "tied" over tensors that differ would lose one of them for readers that believe it.
-    config_ties = getattr(model.config, "tie_word_embeddings", False)
-    if config_ties and not _tied(model):
-        model.config.tie_word_embeddings = False
-    try:
-        model.save_pretrained(folder)
-    finally:
-        if config_ties:
-            model.config.tie_word_embeddings = True
+    if getattr(model.config, "tie_word_embeddings", False) and not _tied(model):
+        described.config.tie_word_embeddings = False
+    described.save_pretrained(folder)
 
 
 def _tied(model: PreTrainedModel) -> bool:

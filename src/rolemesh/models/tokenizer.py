@@ -11,7 +11,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rolemesh.config.model_files import BUILTIN_MODELS, ModelFiles, gguf_header, model_files
+from rolemesh.config.model_files import BUILTIN_MODELS, GENERATION, ModelFiles, gguf_header, model_files, read_config_json
 from rolemesh.config.packaged import local_path
 from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError, Problem
@@ -104,19 +104,19 @@ def _without_made_up_tokens(tokenizer: PreTrainedTokenizerBase, count: int | Non
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:
     """Ids that end an answer, in rising order: the tokenizer's end token and those that the model's files declare.
 
-    Chat models often end a turn with another token than a text, and name it in one of these places only.
+    Chat models often end a turn with another token than a text, and name it in one of these places only. Raises ConfigError for a file
+    that cannot be read.
     """
     files = model_files(model.path)
-    declared = _declared_in_gguf(files) if files.gguf else _declared_in_json(files.folder)
+    declared = _declared_in_gguf(files) if files.gguf else _declared_in_json(files)
     stops = {tokenizer.eos_token_id, *declared}
     return tuple(sorted(stop for stop in stops if stop is not None))
 
 
-def _declared_in_json(folder: Path) -> list[Any]:
+def _declared_in_json(files: ModelFiles) -> list[Any]:
     found: list[Any] = []
-    for name in ("config.json", "generation_config.json"):
-        file = folder / name
-        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    for name in ("config.json", *([GENERATION] if files.generation else [])):
+        declared = read_config_json(files, name).get("eos_token_id")
         found += declared if isinstance(declared, list) else [declared]
     return found
 

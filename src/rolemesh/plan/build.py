@@ -361,7 +361,19 @@ def _warnings(
     rows = config.trainer.prompts_per_step * config.algorithm.group_size // config.trainer.minibatches
     if actors > rows:
         yield f"actor: {actors} workers share mini-batches of {rows} rows, so {actors - rows} of them idle; raise trainer.prompts_per_step"
+    yield from _without_effect(config, workers)
     gpus, left = sum(ledger.node.usable(GPU) for ledger in ledgers), sum(ledger.gpus for ledger in ledgers)
     if complete and left > 0:
         hint = "" if left < gpus else "; pools.<pool>.gpus=1 uses them"
         yield f"{number(left)} of {number(gpus)} free GPUs are in no pool{hint}"
+
+
+def _without_effect(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator[str]:
+    """Options that change nothing where the workers are."""
+    trainer, rollouts = config.trainer, workers.get(ROLLOUT, ())
+    if trainer.publish == "adapter" and rollouts and all(worker.weights == "process" for worker in rollouts):
+        yield "trainer.publish=adapter has no effect: every rollout worker is in an actor's process, where nothing is sent"
+    if trainer.sharding == "fsdp" and max(len(workers.get(role, ())) for role in (ACTOR, CRITIC, REF)) == 1:
+        yield "trainer.sharding=fsdp has no effect: one worker keeps all of its model"
+    if trainer.offload and workers.get(ACTOR) and not _devices(config, config.roles[ACTOR].pool):
+        yield "trainer.offload has no effect: the actor has no devices to leave"

@@ -185,7 +185,8 @@ class ActorWorker(TrainedWorker):
 
     def describe(self, folder: Path) -> None:
         """With config and tokenizer the weights are a Hugging Face folder, and the adapter's folder is one of peft."""
-        names = [name for name, _ in self.engine.empty_weights()]
-        save_description((folder / self.weights_file).parent, self.engine.empty_model, load_tokenizer(self.config.model), names)
-        if self.config.model.lora is not None:
-            save_adapter_config((folder / self.adapter_file).parent, self.engine.model)
+        model, names = self.config.model, [name for name, _ in self.engine.empty_weights()]
+        generation = model_files(model.path).generation
+        save_description((folder / self.weights_file).parent, self.engine.empty_model, load_tokenizer(model), names, generation=generation)
+        if model.lora is not None:
+            save_adapter_config((folder / self.adapter_file).parent, self.engine.skeleton)

@@ -280,7 +280,7 @@ class Requests:
         if request is None:
             return
         if news.refused:
-            self._fail(request, RequestRefused(news.refused))
+            self._fail(request, RequestRefused(news.refused.removeprefix(f"request {news.id}: ")))
             return
         answer = request.answers[number]
         answer.token_ids += news.token_ids

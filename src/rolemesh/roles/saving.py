@@ -39,7 +39,8 @@ class SavedWorker(Worker):
         return {}
 
     def describe(self, folder: Path) -> None:
-        """First rank: write into a checkpoint what it holds beside tensors. Raises OSError."""
+        """First rank: write into a checkpoint what it holds beside tensors. Called beside the next step, so that it must leave the engine
+        as it is and have no part in a collective. Raises OSError."""
 
     @register(dispatch=GATHERED)
     def save_bytes(self) -> int:
@@ -65,16 +66,21 @@ def write_part(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path
     if beside is None:
         _write(mark, files, more)
         return
+    thread = threading.Thread(target=_copy_and_write, args=(mark, files, more, beside), name=f"save {mark.name}", daemon=True)
     beside.begin()
-    threading.Thread(target=_copy_and_write, args=(mark, files, more, beside), name=f"save {mark.name}", daemon=True).start()
+    try:
+        thread.start()
+    except RuntimeError:  # the machine has no thread left
+        beside.end()
+        raise
 
 
 def _copy_and_write(mark: Path, files: Mapping[str, TensorFile], more: Callable[[Path], None] | None, copying: Copying) -> None:
     try:
         copies = {name: file.snapshot() for name, file in files.items()}
-    except RuntimeError as error:  # of torch: no memory
+    except Exception as error:
         tell_mark(mark, {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "seconds": 0.0})
-        return
+        raise
     finally:
         copying.end()
     _write(mark, copies, more)

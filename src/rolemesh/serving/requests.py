@@ -172,6 +172,8 @@ class Questions:
 
     prompts: list[list[int]]
     sampling: Sampling
+    param: str
+    """That has the prompts."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -211,7 +213,7 @@ def questions(
         top_p=body.top_p,
         top_k=body.top_k,
     )
-    return Questions(prompts=prompts, sampling=sampling)
+    return Questions(prompts=prompts, sampling=sampling, param=name)
 
 
 def check_length(tokens: int, limits: Limits, param: str) -> None:

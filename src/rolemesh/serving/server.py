@@ -160,6 +160,8 @@ class Server:
         param = "prompt" if isinstance(prompt, str) else "messages"
         if (length := sum(map(len, texts))) > most:  # no token is longer; a text of megabytes would hold up the run
             check_length(max(self._limits.prompt_tokens + 1, length // self._longest), self._limits, param)
+        if not (isinstance(prompt, str) or self._served.tokenizer.chat_template):
+            raise Refused(400, "the model has no chat template; use /v1/completions", param=param, code="no_chat_template")
         try:
             return encode_prompt(self._served.tokenizer, prompt, chat=not isinstance(prompt, str))
         except ConfigError as error:
@@ -181,6 +183,9 @@ class Server:
                     yield rows
                     if all(finish(reading, answer) for reading, answer in rows):
                         return
+        except RequestRefused as error:
+            index = f"[{number}]" if len(asked.prompts) > 1 else ""
+            raise Refused(400, f"{asked.param}{index}: {error}", param=asked.param, code="invalid_value") from error
         except RolemeshError as error:
             raise _refused(error) from error
 
@@ -267,8 +272,6 @@ async def _side_by_side(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def _refused(error: RolemeshError) -> Refused:
     """What an error of ours is to a client."""
-    if isinstance(error, RequestRefused):
-        return Refused(400, str(error), code="invalid_value")
     if isinstance(error, Overloaded):
         refused = Refused(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded")
         refused.headers["Retry-After"] = str(error.retry_after)

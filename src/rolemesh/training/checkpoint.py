@@ -90,7 +90,7 @@ def check_roles(folder: Path, state: dict[str, Any], before: Config, after: Conf
             remedy = f"Train on in a new run, with model.path={folder / MODEL} and sft=null"
             found = f"only {', '.join(state['roles'])} in {folder}"
             problems.append(Problem(subject=f"roles.{role}", need="the checkpoint must hold its state", free=found, remedy=remedy))
-    if REF in after.roles and not warm and before.model.path != after.model.path:
+    if REF in after.roles and not (warm or after.ref_is_actor) and before.model.path != after.model.path:
         need = "must stay as it was: the reference is read from there"
         problems.append(Problem(subject="model.path", need=need, free=after.model.path, remedy=f"Set model.path={before.model.path}"))
     if before.model.lora != after.model.lora:

@@ -169,7 +169,7 @@ def _export_model(export: Export, tell: Callable[[str], None]) -> None:
 
     count = sum(weight.numel() for weight in model.parameters())
     tell(f"writing {count:,} parameters in {export.model.dtype} to {export.target}")
-    save_model(export.target, model, tokenizer, check=compare)
+    save_model(export.target, model, tokenizer, generation=model_files(export.model.path).generation, check=compare)
 
 
 def _export_adapter(export: Export, tell: Callable[[str], None]) -> None:

@@ -95,6 +95,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     readable = _collect(problems, lambda: models.load_config(config.model)) is not None
     _collect(problems, lambda: models.check_weights(config.model))
     tokenizer = _collect(problems, lambda: models.load_tokenizer(config.model)) if readable else None
+    if tokenizer is not None:
+        _collect(problems, lambda: models.stop_token_ids(tokenizer, config.model))
     tools = _collect(problems, lambda: tool_schemas(config.environment)) or []
     opened = _collect(problems, lambda: open_prompts(config, tokenizer, tools)) if tokenizer is not None else None
     sft_prompts = None

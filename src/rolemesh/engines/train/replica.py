@@ -11,6 +11,7 @@ passed through, or whose groups are gone, is never used again.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import zlib
@@ -115,6 +116,11 @@ class Replica(ABC):
         return self._placed
 
     @property
+    def skeleton(self) -> nn.Module:
+        """The whole model as it is trained, without contents; also asleep."""
+        return self._skeleton
+
+    @property
     def model(self) -> nn.Module:
         """As it is set up: with this rank's parts of the weights."""
         return self._up.model
@@ -134,15 +140,21 @@ class Replica(ABC):
 
     def sleep(self) -> int:
         """Take the model down: weights and moments go to host memory, gradients and what can be computed again are dropped. Returns the
-        bytes that this freed on the device. Idempotent; whatever needs the model wakes it."""
+        bytes that this freed on the device. Idempotent; whatever needs the model wakes it. A copy for a checkpoint is waited for, as it
+        holds what is to be freed; raises DeadlineExceeded as `Copying.wait`."""
         placed, before = self._placed, sum(self.memory().values())
         if placed is None:
             return 0
+        self.copying.wait()
         self._held = Weights({name: tensor.to("cpu") for name, tensor in placed.tensors.items()}, placed.parts)
         self._held_moments = {name: {key: value.to("cpu") for key, value in entry.items()} for name, entry in self._moments().items()}
         placed.close()
-        self._placed = None
+        self._placed = placed = None
+        del self._optimizer
         self._let_go()
+        if self._device.type == "cuda":
+            gc.collect()  # modules lie in cycles
+            torch.cuda.empty_cache()  # other processes of the device have no use for what this one's allocator keeps
         return before - (self.memory()["asleep"] if self._device.type == "cpu" else 0)
 
     def wake(self) -> None:
