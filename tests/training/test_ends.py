@@ -93,7 +93,7 @@ def test_I13_a_save_that_is_cut_short_leaves_the_checkpoint_before_it(tmp_path: 
         run_training(small(tmp_path, *ONE_PROCESS, "sft=null", "trainer.save_every=0"), Quiet(), loop=my_loop)
     folder, skipped = checkpoint.newest(only_run(tmp_path))
     assert folder.name == "step-1"
-    assert [path.name[:8] for path in skipped] == [".step-2."], "named, and not taken for one"
+    assert [name[:8] for name in skipped] == [".step-2."], "named, and not taken for one"
     checkpoint.read_state(folder)
 
 
