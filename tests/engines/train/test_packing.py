@@ -105,6 +105,21 @@ def test_D08_D09_gradient_and_metrics_are_the_same_for_every_cut_and_order(mode:
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (rows, packing, name)
 
 
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_D10_tokens_are_selected_over_the_whole_batch_before_it_is_cut(mode: str):
+    """Here those below the batch's median; a median of each micro-batch would be another."""
+    made = batch().select(["prompt_ids", "response_ids", "response_length", "reward", "rollout_logprobs"])
+    rows = made.rows("rollout_logprobs")
+    median = np.median(np.concatenate(rows))
+    selected = [[int(value < median) for value in row] for row in rows]
+    assert selected != [[int(value < np.median(row)) for value in row] for row in rows], "the test needs rows that differ"
+    data = algorithm(mode).prepare(made.with_columns({"response_mask": selected}), Metrics())
+    whole = gradients(data, mode, rows=8, packing=False)
+    assert largest_gap(whole, gradients(batch(mode=mode), mode, rows=8, packing=False)) > 1e-3, "selecting changes it"
+    for rows_of_one, packing in itertools.product((1, 2, 4), (True, False)):
+        assert largest_gap(whole, gradients(data, mode, rows=rows_of_one, packing=packing)) < 1e-6
+
+
 def test_critic_and_reference_pack_as_the_policy_does():
     data = critic_batch()
     for one, other in zip(critic().values(data), critic(packing=False).values(data), strict=True):
