@@ -145,16 +145,17 @@ def test_D24_the_first_ratio_is_one_against_the_engines_own_logprobs(tmp_path: P
             assert 0 < row["policy/ratio_first_minibatch_mean_deviation"] < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
 
 
-def test_D25_a_mismatch_of_most_tokens_or_a_large_one_of_any_is_a_sign_and_rounding_of_a_few_is_none() -> None:
+def test_D25_a_ratio_above_the_bound_is_a_sign_that_tells_a_mismatch_from_the_rounding_of_few_tokens() -> None:
     run: Any = SimpleNamespace(config=Config())
 
     def signs(mean: float, largest: float) -> list[str]:
         found = {"policy/ratio_first_minibatch_mean_deviation": mean, "policy/ratio_first_minibatch_max_deviation": largest}
         return [text for _, text in health._signs(run, {"reward/failed": 0, "samples/drawn": 16, **found})]
 
-    assert signs(3e-7, 3e-4) == []
-    assert ["off by 5.0e-04 on average and 2.0e-03 at most" in text for text in signs(5e-4, 2e-3)] == [True]
-    assert ["off by 3.0e-06 on average and 1.0e-01 at most" in text for text in signs(3e-6, 0.1)] == [True]
+    assert signs(3e-7, 9e-5) == []
+    (mismatch,), (rounding,) = signs(5e-4, 2e-3), signs(3e-7, 1.2e-4)
+    assert "off by 5.0e-04 on average and 2.0e-03 at most (expected below 1e-04): trainer and engine disagree" in mismatch
+    assert "off by 3.0e-07 on average and 1.2e-04 at most (expected below 1e-04): with so small a mean it is few tokens" in rounding
 
 
 def test_scoring_that_goes_wrong_for_many_answers_is_a_sign() -> None:
