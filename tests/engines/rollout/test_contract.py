@@ -19,6 +19,7 @@ ENGINES = {
     "fast_deterministic": ("builtin", "qwen3_tied", True, {}),
     "generic": ("builtin", "gpt2", False, {}),
     "generic_deterministic": ("builtin", "gpt2", True, {}),
+    "sglang": ("sglang_stub:SglangOnStub", "qwen3_tied", False, {}),
     "vllm": ("vllm", "llama", False, WIDE),
     "vllm_tied": ("vllm", "qwen3_tied", False, WIDE),
 }
