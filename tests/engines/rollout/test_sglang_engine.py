@@ -214,3 +214,16 @@ def test_the_process_around_it_is_left_as_it_was():
     variables = dict(os.environ)
     loaded()
     assert {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")} == variables
+
+
+def test_once_an_answer_has_ended_the_labels_are_those_of_sglang():
+    engine, _ = loaded()
+    engine.add(make_requests(1), sampling())
+    for _ in range(4):
+        engine.step()
+    (row,) = sglang_stub.Engine.made[0].scheduler.running
+    row.events.append(("7", 2))  # as if news of them had come after a load
+    (seen,) = engine.so_far([(0, 0)])
+    assert seen.spans == ((0, 0, len(seen.token_ids)),)
+    (done,) = drain(engine)
+    assert done.spans == ((7, 0, 2), (0, 2, 12))
