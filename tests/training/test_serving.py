@@ -111,7 +111,9 @@ def several_turns(tmp_path: Path, *overrides: str) -> Config:
     return load_config("tools", [*kept, *own, *sft, f"runs_dir={tmp_path / 'runs'}", *overrides])
 
 
-def check_equal_to_quiet(tmp_path: Path, *layout: str, recipe: Callable[..., Config] = small, learns: Sequence[str] = LEARNS) -> RunDirectory:
+def check_equal_to_quiet(
+    tmp_path: Path, *layout: str, recipe: Callable[..., Config] = small, learns: Sequence[str] = LEARNS
+) -> RunDirectory:
     """A run in that layout, with requests, and one in one process, without any, are the same."""
     overrides = (*learns, "deterministic=true", "trainer.eval_every=1", "trainer.save_samples_every=1")
     busy = go(tmp_path / "busy", trained_beside_traffic, *overrides, *layout, "rollout.serve={}", recipe=recipe)
