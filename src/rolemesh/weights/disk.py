@@ -22,7 +22,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
@@ -184,6 +184,8 @@ def _appears(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() > ends:
             return False
+        with suppress(OSError):
+            os.listdir(path.parent)  # a network file system's client asks anew for a folder that is opened, and forgets what it lacked
         time.sleep(0.05)
     return True
 
