@@ -413,7 +413,9 @@ def test_folders_elsewhere_wait_for_the_next_driver_of_a_detached_run(name: str,
 def test_a_folder_elsewhere_goes_though_another_machine_writes_into_it_for_a_moment(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     (folder / "version-1").mkdir(parents=True)
-    ended = threading.Event()
+    for number in range(2000):  # takes longer to remove than a file to be written
+        (folder / "version-1" / f"old-{number}").touch()
+    begun, ended = threading.Event(), threading.Event()
 
     def write() -> None:
         number = 0
@@ -421,13 +423,15 @@ def test_a_folder_elsewhere_goes_though_another_machine_writes_into_it_for_a_mom
             while True:
                 (folder / "version-1" / f"{number}").write_bytes(b"x")
                 number += 1
+                begun.set()
         ended.set()
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
+    assert begun.wait(10)
     assert removed(str(folder))
     assert ended.wait(10)
-    assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_clean_frees_what_is_left_without_a_janitor_and_refuses_what_is_driven(

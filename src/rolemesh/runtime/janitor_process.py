@@ -178,13 +178,17 @@ def note(folder: str, text: str) -> None:
 
 
 def removed(folder: str) -> bool:
-    """Remove what a run has on a file system that it shares with other machines. There a process may write for a moment longer than here,
-    into folders that are there alone."""
-    ends = time.monotonic() + END_SECONDS
-    while os.path.isdir(folder) and time.monotonic() < ends:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove what a run has on a file system that it shares with other machines. There a process may go on for a moment longer than here:
+    it does not find the folder again under another name."""
+    aside, ends = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.gone"), time.monotonic() + END_SECONDS
+    while os.path.isdir(folder) or os.path.isdir(aside):
+        if time.monotonic() > ends:
+            return False
+        with suppress(OSError):  # it has the other name already, or what had it is not gone yet
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
         time.sleep(0.02)
-    return not os.path.isdir(folder)
+    return True
 
 
 def clean(run: str, *, politely: bool = False, orphaned: bool = False) -> bool:
