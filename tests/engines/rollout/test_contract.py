@@ -419,6 +419,8 @@ def test_the_others_go_on_after_an_abort(loaded):
         (Request(id=(0, 0), prompt_ids=[1]), "already"),
         (Request(id=(-1, 0), prompt_ids=[1]), "draw"),
         (Request(id=(1, 2**32), prompt_ids=[1]), "sample"),
+        (Request(id=(1, 0), prompt_ids=[1], counter=(-1, 0)), r"counter draw must be within .*got \(-1, 0\)"),
+        (Request(id=(1, 0), prompt_ids=[1], counter=(0, 2**32)), "counter draw"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_up_front(loaded, request_, message):
@@ -437,6 +439,7 @@ def test_requests_that_cannot_be_served_are_refused_up_front(loaded, request_, m
     [
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-39}, "temperature must be 0 .greedy. or a finite number of at least 1e-20, got 1e-39"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 13}, "max_new_tokens.*12"),
         ({"top_p": 0.0}, "top_p"),
@@ -450,6 +453,46 @@ def test_settings_that_cannot_be_served_are_refused_up_front(loaded, settings, m
     with pytest.raises(ValueError, match=message):
         loaded.add(make_requests(1), sampling(**settings))
     assert loaded.unfinished == 0
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2**70}, {"top_p": 1e-60}, {"temperature": 1e-20}, {"temperature": 1e300}])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_settings_at_the_edge_of_number_formats_are_served_or_refused_up_front(make, settings):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 0)
+    requests = make_requests(3)
+    try:
+        engine.add(requests, sampling(**settings))
+    except ValueError:
+        assert engine.name == "vllm"
+        return
+    done = {completion.id: completion for completion in drain(engine)}
+    assert len(done) == 3
+    greedy = {id: completion.token_ids for id, completion in generate(engine, requests, sampling(temperature=0.0)).items()}
+    if engine.name == "builtin" and settings.keys() <= {"top_p", "temperature"} and next(iter(settings.values())) < 1:
+        assert {id: completion.token_ids for id, completion in done.items()} == greedy, "only the likeliest token is left"
+
+
+@pytest.mark.parametrize("setting", ["slots", "max_prompt_tokens", "max_response_tokens"])
+def test_sizes_below_one_are_refused(make, setting):
+    with pytest.raises(ValueError, match=f"{setting} must be at least 1, got 0"):
+        make(**{setting: 0})
+
+
+def test_answers_that_a_failed_load_has_ended_come_with_the_next(make):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 0)
+    engine.add(make_requests(6, longest=1), sampling())
+    for _ in range(3):
+        engine.step()
+    running, weights = engine.health().running, list(model.named_parameters())
+    with pytest.raises(ValueError, match="weights lack"):
+        engine.load_weights(weights[:-1], 1, in_flight="abort")
+    assert (engine.weight_version, engine.unfinished) == (-1, 6 - running)
+    ended = engine.load_weights(weights, 2, in_flight="abort")
+    assert len(ended) == running
+    assert {(completion.finish_reason, completion.weight_version) for completion in ended} == {("abort", 0)}
+    assert {completion.weight_version for completion in drain(engine)} == {2}
 
 
 def test_engines_are_found_by_name_or_import_path():

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from rolemesh.protocols.engine import InFlight, Request, Sampling
+
+_COOLEST: Final = 1e-20
+"""Lowest temperature above 0: logits of float32 divided by it stay finite."""
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError for a setting of an engine (slots, most tokens of a prompt, of an answer) that is not at least 1."""
+    for setting, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{setting} must be at least 1, got {value}")
 
 
 def check_requests(
@@ -23,11 +34,12 @@ def check_requests(
     _check_sampling(sampling, vocabulary, max_response_tokens)
     seen: set[tuple[int, int]] = set()
     for request in requests:
-        draw, sample = request.id
         if request.id in seen or request.id in held:
             raise ValueError(f"request {request.id} is already in the engine; ids must be distinct, they decide the random numbers")
-        if not (0 <= draw < 2**64 and 0 <= sample < 2**32):
-            raise ValueError(f"request {request.id}: draw must be within [0, 2**64) and sample within [0, 2**32)")
+        for name, (draw, sample) in (("", request.id), ("counter ", request.counter or request.id)):
+            if not (0 <= draw < 2**64 and 0 <= sample < 2**32):
+                found = f"got {(draw, sample)}"
+                raise ValueError(f"request {request.id}: {name}draw must be within [0, 2**64) and sample within [0, 2**32), {found}")
         seen.add(request.id)
         length = len(request.prompt_ids)
         if not 0 <= request.start < max_response_tokens:
@@ -60,8 +72,8 @@ def check_load(version: int, *, holds: int, running: int, in_flight: InFlight, a
 def _check_sampling(sampling: Sampling, vocabulary: int, max_response_tokens: int) -> None:
     if not 1 <= sampling.max_new_tokens <= max_response_tokens:
         raise ValueError(f"max_new_tokens must be within 1 to {max_response_tokens} (max_response_tokens), got {sampling.max_new_tokens}")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {sampling.temperature}")
+    if not (math.isfinite(sampling.temperature) and (sampling.temperature == 0 or sampling.temperature >= _COOLEST)):
+        raise ValueError(f"temperature must be 0 (greedy) or a finite number of at least {_COOLEST}, got {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
     if sampling.top_k < 0:

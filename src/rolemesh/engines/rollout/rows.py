@@ -14,6 +14,8 @@ from rolemesh.engines.rollout.sampling import RowSettings, uniforms
 from rolemesh.protocols.engine import Completion, Sampling, WeightSpan
 
 Rows = npt.NDArray[np.int64]
+_STOP_SETS = 16
+"""Sets of stop tokens that are remembered while no row runs; each takes a byte for every token of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,15 @@ class RowTable:
 
     def append(self, pendings: Sequence[Pending]) -> None:
         """Start rows count, count + 1, ... ."""
+        if not self.count and len(self._stop_sets) > _STOP_SETS:
+            self._stop_sets, self._stops = {}, self._stops[:0]
         rows = slice(self.count, self.count + len(pendings))
         self._ids[rows] = np.array([pending.id for pending in pendings], np.uint64)
         self._length[rows] = 0
         self._limit[rows] = [pending.limit for pending in pendings]
         self._temperature[rows] = [pending.sampling.temperature for pending in pendings]
         self._top_p[rows] = [pending.sampling.top_p for pending in pendings]
-        self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
+        self._top_k[rows] = [min(pending.sampling.top_k, self._vocabulary) for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
         seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
         starts = np.array([pending.start for pending in pendings], np.uint64)

@@ -29,11 +29,12 @@ import numpy as np
 import torch
 
 from rolemesh.config import read_model_facts
-from rolemesh.engines.rollout.checks import check_requests
+from rolemesh.engines.rollout.checks import check_requests, check_sizes
 from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import checked
 from rolemesh.engines.rollout.rows import Pending, spans_of
 from rolemesh.engines.rollout.runner import context_limit, vocabulary_size
+from rolemesh.models import check_positions
 from rolemesh.plan import vllm as planned
 from rolemesh.protocols.engine import Completion, FinishReason, Request, Sampling, WeightSpan
 
@@ -85,13 +86,20 @@ class VllmEngine(Lifecycle):
         super().__init__()
         if deterministic:
             raise ValueError("vLLM samples by seed: its answers are not bit-equal in other company; set deterministic=false")
+        check_sizes(slots=slots, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if unpublished := sorted(model.state_dict().keys() - known):
+            raise ValueError(
+                f"{unpublished[0]} is no parameter, so it is never published and vLLM's would be random; set rollout.engine=builtin"
+            )
         self._dtype = model.dtype
         self._slots, self._max_prompt, self._max_response = slots, max_prompt_tokens, max_response_tokens
         self._context = context_limit(model) or max_prompt_tokens + max_response_tokens
         self._vocabulary = vocabulary_size(model)
         self.sleeps = torch.device(device).type != "cpu"
         longest = min(max_prompt_tokens + max_response_tokens, self._context)
+        check_positions(model.config, longest)
         self._vllm = _make_vllm(model, slots=slots, longest=longest, device=torch.device(device))
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -176,7 +184,8 @@ class VllmEngine(Lifecycle):
     def _advance(self, *, admit: bool) -> list[Completion]:
         """Raises FloatingPointError when the weights give logits that are not finite."""
         while admit and self._queue and len(self._sequences) < self._slots:
-            self._begin(self._queue.popleft())
+            self._begin(self._queue[0])
+            self._queue.popleft()  # not before: what vLLM does not take is not lost
         if not self._sequences:
             return []
         news = [(self._sequences[output.request_id], output.outputs[0]) for output in self._vllm.step()]
