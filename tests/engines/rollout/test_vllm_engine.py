@@ -195,7 +195,14 @@ def test_F10_sampled_frequencies_follow_the_distribution():
 
 def test_what_it_cannot_do_is_refused():
     engine, model = loaded()
-    for settings, message in (({"top_p": 0.9}, "no top_p below 1"), ({"top_k": 3}, "no top_k"), ({"temperature": 0.001}, "at least 0.01")):
+    warm = {"temperature": 2.5}  # vLLM itself would refuse it in the middle of a step
+    unable = [
+        ({"top_p": 0.9}, "no top_p below 1"),
+        ({"top_k": 3}, "no top_k"),
+        ({"temperature": 0.001}, "within 0.01"),
+        (warm, "to 2.0, got"),
+    ]
+    for settings, message in unable:
         with pytest.raises(ValueError, match=message):
             engine.add(make_requests(1), sampling(**settings))
     assert engine.unfinished == 0

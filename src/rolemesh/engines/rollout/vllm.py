@@ -47,8 +47,6 @@ _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # a reload warns of each tied head, which is packed again here
     "HF_HUB_OFFLINE": "1",
 }
-_COOLEST: Final = 0.01
-"""vLLM takes lower temperatures for this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +158,9 @@ class VllmEngine(Lifecycle):
         )
         if sampling.top_p < 1 or sampling.top_k:
             raise ValueError(f"this engine serves no top_p below 1 ({sampling.top_p}) and no top_k ({sampling.top_k}): see `filters`")
-        if 0 < sampling.temperature < _COOLEST:
-            raise ValueError(f"vLLM's temperature is 0 (greedy) or at least {_COOLEST}, got {sampling.temperature}")
+        lowest, highest = planned.TEMPERATURES
+        if sampling.temperature and not lowest <= sampling.temperature <= highest:
+            raise ValueError(f"vLLM's temperature is 0 (greedy) or within {lowest} to {highest}, got {sampling.temperature}")
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
             limit = min(sampling.max_new_tokens, self._max_response - request.start, self._context - len(prompt))
