@@ -92,6 +92,18 @@ def test_weights_that_came_by_another_route_do_not_depend_on_shared_memory(outle
     assert answers(worker, 4) == 2
 
 
+def test_F14_the_share_of_answers_that_were_cut_is_the_engines_finish_reason() -> None:
+    worker = loaded()
+    worker.engine = FakeEngine(None, answer=lambda request, sampling: ([0] * 12, [-1.0] * 12), **LIMITS)
+    worker.engine.load_weights([], 3)
+    assert answers(worker, 3) == 2
+    assert worker.metrics.reduce()["response_length/cut_share"] == 1.0
+    worker = loaded()
+    worker.engine.load_weights(load_model(ModelConfig(), seed=0).named_parameters(), 3)
+    assert answers(worker, 3) == 2  # both end with the end token
+    assert worker.metrics.reduce()["response_length/cut_share"] == 0.0
+
+
 class Forgetful(FakeEngine):
     """Loses the second request."""
 

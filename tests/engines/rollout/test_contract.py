@@ -457,9 +457,8 @@ def test_settings_that_cannot_be_served_are_refused_up_front(loaded, settings, m
 
 @pytest.mark.parametrize("settings", [{"top_k": 2**70}, {"top_p": 1e-60}, {"temperature": 1e-20}, {"temperature": 1e300}])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_settings_at_the_edge_of_number_formats_are_served_or_refused_up_front(make, settings):
-    engine, model = make()
-    engine.load_weights(model.named_parameters(), 0)
+def test_settings_at_the_edge_of_number_formats_are_served_or_refused_up_front(loaded, settings):
+    engine = loaded
     requests = make_requests(3)
     try:
         engine.add(requests, sampling(**settings))
