@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from rolemesh.config import Config, ModelFacts
 from rolemesh.plan import Inventory, NodeInfo, build_plan, parse_nodes
 from rolemesh.plan.memory import (
@@ -63,6 +65,15 @@ def test_every_line_by_its_formula():
     }
     assert lines(plan, 1) == {("reward", "process"): REWARD_PROCESS_BYTES, ("reward", "scoring processes"): (120 + 40) * 2**20}
     assert [(entry.pool, entry.process) for entry in plan.memory] == [("main", "slot"), ("main", "reward")]  # nothing is published
+
+
+@pytest.mark.parametrize(("temperature", "fits"), [(0.005, False), (0.01, True), (2.0, True), (2.5, False)])
+def test_vllm_has_temperatures_within_bounds(temperature: float, fits: bool):
+    fit = replace(FACTS, head_dim=64)
+    rollout = {"engine": "vllm", "temperature": temperature}
+    found = build_plan(config(rollout=rollout), inventory(), fit).problems
+    assert [problem.subject for problem in found] == ([] if fits else ["rollout.temperature"])
+    assert build_plan(config(rollout=rollout | {"engine": "builtin"}), inventory(), fit).problems == ()
 
 
 def test_rollout_workers_on_vllm_have_lines_of_their_own():

@@ -11,8 +11,10 @@ from training_helpers import ONE_PROCESS, PPO, Quiet, small
 
 from rolemesh.algorithms import Grpo, Ppo
 from rolemesh.config import BUILTIN_MODELS, load_config
+from rolemesh.config.schema import ModelConfig
 from rolemesh.errors import ConfigError
-from rolemesh.models import load_model, load_tokenizer, save_model
+from rolemesh.models import check_positions, load_model, load_tokenizer, save_model
+from rolemesh.models import load_config as load_model_config
 from rolemesh.plan import versions
 from rolemesh.plan.versions import installed_versions
 from rolemesh.roles.actor import ActorWorker
@@ -90,6 +92,23 @@ def test_the_critics_own_model_is_checked_as_the_policys_is(tmp_path: Path) -> N
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "must have the vocabulary of the policy" in refused(tmp_path, *ppo)["algorithm.critic_path"]
+
+
+def test_D15_answers_that_grow_past_a_change_of_rotary_positions_are_refused(tmp_path: Path) -> None:
+    tiny = load_config("demo").model
+    folder = tmp_path / "model"
+    save_model(folder, load_model(tiny, seed=0), load_tokenizer(tiny))
+    described = json.loads((folder / "config.json").read_text())
+    half = described["head_dim"] // 2
+    factors = {"short_factor": [1.0] * half, "long_factor": [4.0] * half}
+    described["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 53, **factors}
+    (folder / "config.json").write_text(json.dumps(described))
+    found = refused(tmp_path, f"model.path={folder}", "data.max_prompt_tokens=48", "data.max_response_tokens=6")
+    assert "at most 53 tokens" in found["data.max_response_tokens"]
+    assert "found 54 together" in found["data.max_response_tokens"]
+    described["rope_parameters"]["original_max_position_embeddings"] = 54
+    (folder / "config.json").write_text(json.dumps(described))
+    check_positions(load_model_config(ModelConfig(path=str(folder))), 54)
 
 
 def test_all_foreign_code_that_does_not_fit_is_refused_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from rolemesh.lazy import lazy_names
 if TYPE_CHECKING:
     from rolemesh.models.load import check_weights, load_config, load_model, open_weights
     from rolemesh.models.lora import check_lora
+    from rolemesh.models.positions import check_positions
     from rolemesh.models.prompts import encode_prompt
     from rolemesh.models.reward_reader import RewardReader, UnreadableSample
     from rolemesh.models.save import save_description, save_model
@@ -22,6 +23,7 @@ __all__ = [
     "RewardReader",
     "UnreadableSample",
     "check_lora",
+    "check_positions",
     "check_weights",
     "encode_prompt",
     "load_config",
@@ -39,6 +41,7 @@ if not TYPE_CHECKING:
         {
             "load": ("check_weights", "load_config", "load_model", "open_weights"),
             "lora": ("check_lora",),
+            "positions": ("check_positions",),
             "prompts": ("encode_prompt",),
             "reward_reader": ("RewardReader", "UnreadableSample"),
             "save": ("save_description", "save_model"),

@@ -20,6 +20,9 @@ LIBRARIES_BYTES: Final = 350 * 1024**2
 CPU_HEADS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that its attention on CPUs can compute with."""
 
+TEMPERATURES: Final = (0.01, 2.0)
+"""Lowest above 0, and highest: it takes lower ones for the lowest, and refuses higher ones."""
+
 
 def used_by(config: Config, role: str) -> bool:
     return role == ROLLOUT and config.rollout.engine == "vllm"
@@ -45,9 +48,19 @@ def memory(config: Config, facts: ModelFacts, *, longest: int, width: int) -> di
 
 
 def unfit(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
-    """What keeps a model from running on CPUs, which vLLM finds out at the first request only."""
+    """What vLLM would find out at the first request only: temperatures that it does not have, and models that it cannot run on CPUs."""
     role = config.roles.get(ROLLOUT)
-    if role is None or facts is None or not used_by(config, ROLLOUT) or has_device(config.pools[role.pool]):
+    if role is None or not used_by(config, ROLLOUT):
+        return
+    lowest, highest = TEMPERATURES
+    if not lowest <= config.rollout.temperature <= highest and config.rollout.temperature != 0:
+        yield Problem(
+            subject="rollout.temperature",
+            need=f"vllm has temperatures of {lowest} to {highest}",
+            free=str(config.rollout.temperature),
+            remedy="Set rollout.engine=builtin, or another temperature",
+        )
+    if facts is None or has_device(config.pools[role.pool]):
         return
     if facts.head_dim not in CPU_HEADS:
         yield Problem(

@@ -124,10 +124,10 @@ class RolloutEngine(Protocol):
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, in_flight: InFlight = "refuse"
     ) -> list[Completion]:
-        """Replace all weights; returns the answers that ended by it (`abort`). Nothing computed by old weights is used for a request
-        that begins later. Raises ValueError, and changes nothing, for running sequences under `refuse`, an `in_flight` that the engine
-        does not have, and an engine asleep. A name or shape that does not fit, or a missing one, raises ValueError and leaves the engine
-        refusing to generate (version -1), never half updated and serving."""
+        """Replace all weights; returns the answers that ended by it (`abort`), and by loads before it that failed. Nothing computed by
+        old weights is used for a request that begins later. Raises ValueError, and changes nothing, for running sequences under `refuse`,
+        an `in_flight` that the engine does not have, and an engine asleep. A name or shape that does not fit, or a missing one, raises
+        ValueError and leaves the engine refusing to generate (version -1), never half updated and serving."""
         ...
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -136,7 +136,7 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[Completion]:
         """Advance all running sequences by one token (or prefill); return those that finished. Does nothing while paused. Raises
-        StaleWeights at version -1."""
+        StaleWeights at version -1. Whatever else it raises, no request is lost: each is still queued or running."""
         ...
 
     @property

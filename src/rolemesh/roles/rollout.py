@@ -94,9 +94,12 @@ class RolloutWorker(WeightTaker):
         if self.engine.weight_version < 0:
             return
         self._desk.admit(self.engine)
-        self._desk.take(self.engine.drain(seconds))
-        self._desk.take(self.engine.abort(self._desk.running(self.engine)))
-        self.engine.resume()
+        try:
+            with self._nothing_left_behind():
+                self._desk.take(self.engine.drain(seconds))
+                self._desk.take(self.engine.abort(self._desk.running(self.engine)))
+        finally:
+            self.engine.resume()
 
     @register(dispatch="all", mutates=True)
     def serve_folder(self, version: int) -> int:
@@ -185,7 +188,7 @@ class RolloutWorker(WeightTaker):
         self._begin(requests, self._sampling(temperature, seed))
 
     def _require(self, version: int) -> None:
-        held = -1 if self.overwritten else self.engine.weight_version
+        held = -1 if self.overwritten or self._intake is not None else self.engine.weight_version
         if held != version:
             raise StaleWeights(where=f"{self.context.group} rank {self.context.rank}", holds=held, asked=version)
 
@@ -208,6 +211,9 @@ class RolloutWorker(WeightTaker):
         done = self._desk.take(self.engine.step())
         self._desk.show(self.engine)
         self._rows.difference_update(completion.id for completion in done)
+        if self._rows and not self.engine.unfinished:
+            lost = f"{len(self._rows)} rows, the first {min(self._rows)}"
+            raise RuntimeError(f"engine {self.engine.name!r} has nothing left to do and never answered {lost}; its `step` must return each")
         self._collect(done)
 
     def _collect(self, completions: Sequence[Completion]) -> None:

@@ -24,7 +24,7 @@ class WeightTaker(Worker):
     """Of the version that is being taken over, if it lies on disk."""
     _file: SharedFile | None = None
     _shared: SharedWeights | None = None
-    """What it was given last, if that lies in shared memory."""
+    """What it was given last, if that lies in shared memory and was kept there."""
     _merge: AdapterMerge | None = None
 
     def take_weights(self, weights: Weights, version: int) -> int:
@@ -34,7 +34,7 @@ class WeightTaker(Worker):
     @property
     def overwritten(self) -> bool:
         """The engine serves weights in shared memory where by now others are, or are being written: it must not be used."""
-        return self._shared is not None and self._shared.kept and not self._shared.intact
+        return self._shared is not None and not self._shared.intact
 
     @register(dispatch="all", mutates=True)
     def load_weights(
@@ -75,7 +75,13 @@ class WeightTaker(Worker):
         if manifest.content != "merged":
             self._merge = self._merge or AdapterMerge(self.config.model)
             weights = self._merge(weights)
-        return self.take_weights(weights, manifest.version)
+        return self._take(weights, manifest.version)
+
+    def _take(self, weights: Weights, version: int) -> int:
+        """When it raises, some of those before may be in use still."""
+        held = self.take_weights(weights, version)
+        self._shared = weights if isinstance(weights, SharedWeights) and weights.kept else None
+        return held
 
     def _give_up(self) -> None:
         if self._intake is not None:
@@ -85,7 +91,7 @@ class WeightTaker(Worker):
     def _read_actor(self, version: int) -> int:
         weights = cast("ActorWorker", self.peers[ACTOR]).named_weights()
         try:
-            return self.take_weights(weights, version)
+            return self._take(weights, version)
         finally:
             for _ in weights:  # other ranks wait for this one's parts, also when it has no use for them
                 pass
@@ -93,5 +99,5 @@ class WeightTaker(Worker):
     def _read_shared(self, manifest: WeightManifest) -> int:
         if self._file is None or self._file.path != manifest.shared or not self._file.is_current:
             self._file = SharedFile.open(manifest.shared)
-        self._shared = SharedWeights(self._file, manifest, waiter=self._name, deadline=self.config.deadlines.call)
-        return self._take_content(manifest, self._shared)
+        shared = SharedWeights(self._file, manifest, waiter=self._name, deadline=self.config.deadlines.call)
+        return self._take_content(manifest, shared)

@@ -92,7 +92,10 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     is room for other roles."""
     training, site = roles is None, Site.of(config, roles)
     problems = [*check_config(config, training=training, builtins=_builtin_names()), *site.versions.problems]
-    readable = _collect(problems, lambda: models.load_config(config.model)) is not None
+    readable = (described := _collect(problems, lambda: models.load_config(config.model))) is not None
+    if readable:
+        longest = config.data.max_prompt_tokens + config.data.max_response_tokens
+        _collect(problems, lambda: models.check_positions(described, longest))
     _collect(problems, lambda: models.check_weights(config.model))
     tokenizer = _collect(problems, lambda: models.load_tokenizer(config.model)) if readable else None
     if tokenizer is not None:

@@ -7,12 +7,18 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -41,6 +47,14 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16,
+}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**_COMMON),
     "llama_biases": lambda: LlamaConfig(**_COMMON, attention_bias=True, mlp_bias=True),
@@ -56,12 +70,36 @@ CONFIGS = {
     ),
     "mistral_sliding": lambda: MistralConfig(**_COMMON, sliding_window=8),
     "qwen2_sliding": lambda: Qwen2Config(**_COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "gemma2": lambda: Gemma2Config(
+        **_COMMON, head_dim=8, sliding_window=8, attn_logit_softcapping=5.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8
+    ),
+    "phi_partial_rotary": lambda: PhiConfig(**_COMMON, partial_rotary_factor=0.5),
+    "bloom": lambda: BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None),
+    "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "phi3_longrope": lambda: Phi3Config(**_COMMON, original_max_position_embeddings=16, rope_parameters=_LONGROPE),
+    "llama_yarn": lambda: LlamaConfig(**_COMMON, rope_parameters=_YARN),
+    "llama_one_kv_head": lambda: LlamaConfig(**{**_COMMON, "num_key_value_heads": 1}),
+    "qwen3_biases": lambda: Qwen3Config(**_COMMON, head_dim=16, attention_bias=True),
     "llama_dynamic_rope": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
 }
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """Changes that give heads of a size that vLLM can compute with on CPUs."""
-FAST = ("llama", "llama_biases", "llama_scaled_rope", "llama_wide_heads", "llama_odd", "qwen2", "qwen3_tied")
-GENERIC = ("gpt2", "mistral_sliding", "qwen2_sliding", "llama_dynamic_rope")
+FAST = (
+    "llama",
+    "llama_biases",
+    "llama_scaled_rope",
+    "llama_wide_heads",
+    "llama_odd",
+    "qwen2",
+    "qwen3_tied",
+    "llama_yarn",
+    "llama_one_kv_head",
+    "qwen3_biases",
+)
+GENERIC = (
+    *("gpt2", "mistral_sliding", "qwen2_sliding", "llama_dynamic_rope", "gemma2", "phi_partial_rotary", "bloom"),
+    pytest.param("mixtral", marks=pytest.mark.slow),
+)
 
 
 def make_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -78,7 +116,7 @@ def _make_model(kind: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> P
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for name, parameter in model.named_parameters():
-            base = 1.0 if "norm" in name or "ln_" in name else 0.0
+            base = 1.0 if ("norm" in name or "ln_" in name) and kind != "gemma2" else 0.0  # whose norms add 1 themselves
             spread = 0.25 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             torch.nn.init.normal_(parameter.data, base if name.endswith("weight") else 0.0, spread)
     return model

@@ -11,6 +11,7 @@ from rollout_models import FAST, GENERIC, VOCABULARY, drain, forward_logprobs, g
 from rolemesh.engines.rollout import fast
 from rolemesh.engines.rollout.builtin import BuiltinEngine
 from rolemesh.engines.rollout.fast import FastRunner, why_not_fast
+from rolemesh.errors import ConfigError
 from rolemesh.protocols.engine import Request
 
 LIMITS = {"max_prompt_tokens": 9, "max_response_tokens": 24}
@@ -163,6 +164,16 @@ def test_F04_a_remembered_prompt_is_forgotten_with_its_weights():
     assert largest_gap(new, request, done) < 2e-5
 
 
+def test_D15_positions_that_change_in_the_middle_of_an_answer_are_refused():
+    """HF computes all positions anew once a sequence is over 16 tokens; keys in the cache would stay what they were."""
+    model = make_model("phi3_longrope")
+    with pytest.raises(ConfigError, match=r"at most 16 tokens.*longrope.*found 17 together"):
+        BuiltinEngine(make_model("phi3_longrope", seed=99), slots=4, max_prompt_tokens=9, max_response_tokens=8)
+    engine = engine_with(model, "phi3_longrope", max_prompt_tokens=9, max_response_tokens=7)
+    requests = make_requests(6)
+    assert largest_gap(model, requests, generate(engine, requests, sampling(max_new_tokens=7))) < 2e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied"])
 def test_D15_logprobs_are_the_trainers_after_each_of_100_publications(kind):
@@ -226,6 +237,65 @@ def test_weights_that_are_not_finite_are_named_and_leave_nothing_behind(kind):
     assert answers() == expected
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_a_step_that_fails_loses_no_request(kind, at, monkeypatch):
+    engine = engine_with(make_model(kind), kind, slots=4)
+    requests = make_requests(6, longest=1)
+    expected = generate(engine, requests, sampling())
+
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("no memory left")
+
+    for ends in (False, True):
+        engine.add(requests, sampling())
+        if at == "decode":
+            engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, at, out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.step()
+        health = engine.health()
+        assert (health.queued, health.running) == ((6, 0) if at == "prefill" else (2, 4))
+        if ends:
+            assert {completion.id for completion in engine.abort()} == {request.id for request in requests}
+            assert engine.unfinished == 0
+        else:
+            done = {completion.id: completion for completion in drain(engine)}
+            assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
+    done = generate(engine, requests, sampling())
+    assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
+
+
+def test_thousands_of_stop_sets_do_not_pile_up():
+    """Each is a row of a table over the vocabulary."""
+    engine = engine_with(make_model(), slots=1)
+    for number in range(100):
+        request = Request(id=(number, 0), prompt_ids=[5, 6])
+        stops = (number % VOCABULARY, number // VOCABULARY)
+        done = generate(engine, [request], sampling(stop_token_ids=stops))[number, 0]
+        assert (done.finish_reason == "stop") == (done.token_ids[-1] in stops)
+        assert not set(stops) & set(done.token_ids[:-1])
+    assert len(engine._rows._stops) == len(engine._rows._stop_sets) < 30
+
+
+def test_F19_the_cache_takes_memory_only_when_it_is_used_after_waking():
+    engine = engine_with(make_model())
+    requests = make_requests(2)
+    expected = generate(engine, requests, sampling())
+    cache = engine._runner._cache.nbytes
+    assert cache > 0
+    ledger = [cache]
+    engine.sleep(keep_weights=False)
+    for wakes in (lambda: None, engine.wake, lambda: engine.load_weights(make_model().named_parameters(), 1)):
+        wakes()
+        ledger.append(engine._runner._cache.nbytes)
+    assert ledger == [cache, 0, 0, 0], "weights, then publication, then the cache"
+    done = generate(engine, requests, sampling())
+    assert engine._runner._cache.nbytes == cache
+    assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
+
+
 def test_a_model_that_computes_something_else_falls_back_with_a_warning(caplog):
     model = make_model(seed=99)
     model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 1.5)
@@ -263,11 +333,6 @@ def test_the_fast_path_refuses_mixed_number_formats():
     model = make_model()
     model.lm_head.bfloat16()
     assert "several number formats" in str(why_not_fast(model))
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match="slots must be at least 1"):
-        BuiltinEngine(make_model(), slots=0, **LIMITS)
 
 
 def test_deterministic_mode_needs_one_thread():

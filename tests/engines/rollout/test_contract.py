@@ -420,6 +420,8 @@ def test_the_others_go_on_after_an_abort(loaded):
         (Request(id=(0, 0), prompt_ids=[1]), "already"),
         (Request(id=(-1, 0), prompt_ids=[1]), "draw"),
         (Request(id=(1, 2**32), prompt_ids=[1]), "sample"),
+        (Request(id=(1, 0), prompt_ids=[1], counter=(-1, 0)), r"counter draw must be within .*got \(-1, 0\)"),
+        (Request(id=(1, 0), prompt_ids=[1], counter=(0, 2**32)), "counter draw"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_up_front(loaded, request_, message):
@@ -457,10 +459,39 @@ def test_settings_that_cannot_be_served_are_refused_up_front(loaded, settings, m
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1e-6}, {"temperature": 1e6}, {"top_k": 10**30}, {"top_p": 1e-300}])
-def test_settings_at_their_limits_are_served(loaded, settings):
-    if loaded.name == "vllm" and settings != {"temperature": 1e6}:
-        pytest.skip("it filters nothing, and its lowest temperature is its own")
-    assert len(generate(loaded, make_requests(3), sampling(**settings))) == 3
+def test_settings_at_their_limits_are_served_or_refused_up_front(loaded, settings):
+    if loaded.name == "vllm":  # which has no filters, and temperatures of its own
+        with pytest.raises(ValueError, match=r"top_p|temperature"):
+            loaded.add(make_requests(3), sampling(**settings))
+        assert loaded.unfinished == 0
+        return
+    done = generate(loaded, make_requests(3), sampling(**settings))
+    assert len(done) == 3
+    if loaded.name == "builtin" and next(iter(settings.values())) < 1:
+        greedy = generate(loaded, make_requests(3), sampling(temperature=0.0))
+        assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in greedy.items()}
+
+
+@pytest.mark.parametrize("setting", ["slots", "max_prompt_tokens", "max_response_tokens"])
+def test_sizes_below_one_are_refused(make, setting):
+    with pytest.raises(ValueError, match=f"{setting} must be at least 1, got 0"):
+        make(**{setting: 0})
+
+
+def test_answers_that_a_failed_load_has_ended_come_with_the_next(make):
+    engine, model = make()
+    engine.load_weights(model.named_parameters(), 0)
+    engine.add(make_requests(6, longest=1), sampling())
+    for _ in range(3):
+        engine.step()
+    running, weights = engine.health().running, list(model.named_parameters())
+    with pytest.raises(ValueError, match="weights lack"):
+        engine.load_weights(weights[:-1], 1, in_flight="abort")
+    assert (engine.weight_version, engine.unfinished) == (-1, 6 - running)
+    ended = engine.load_weights(weights, 2, in_flight="abort")
+    assert len(ended) == running
+    assert {(completion.finish_reason, completion.weight_version) for completion in ended} == {("abort", 0)}
+    assert {completion.weight_version for completion in drain(engine)} == {2}
 
 
 def test_engines_are_found_by_name_or_import_path():

@@ -9,6 +9,7 @@ import torch
 from rollout_models import VOCABULARY, drain, make_model, make_requests, sampling
 
 from rolemesh.engines.rollout.builtin import BuiltinEngine
+from rolemesh.engines.rollout.runner import depends_on_neighbours
 
 STOPS = tuple(range(0, VOCABULARY, 16))
 SETTINGS = sampling(temperature=0.9, max_new_tokens=20, stop_token_ids=STOPS)
@@ -45,6 +46,26 @@ def test_answers_are_bit_equal_for_any_order_and_any_split(kind):
     for engines in (1, 2, 4):
         shuffled = shuffler.sample(requests, len(requests))
         assert answers(kind, split(shuffled, engines), 12) == expected
+
+
+@pytest.mark.slow
+def test_answers_of_a_mixture_of_experts_are_bit_equal_since_it_runs_one_at_a_time(caplog):
+    """Tokens that chose the same expert are one product, whatever rows they are of."""
+    requests = make_requests(6, samples=2, longest=3)
+    expected = answers("mixtral", [requests], 6)
+    shuffled = random.Random(1).sample(requests, len(requests))
+    assert answers("mixtral", split(shuffled, 2), 6) == expected
+    assert "depends on the rows beside it" in caplog.text
+    caplog.clear()
+    answers("gpt2", [requests], 6)
+    assert "depends on the rows beside it" not in caplog.text
+
+
+def test_a_model_whose_rows_mix_is_found_out_by_trying():
+    assert not depends_on_neighbours(make_model("gpt2"), torch.device("cpu"))
+    mixed = make_model("gpt2")
+    mixed.transformer.h[0].mlp.register_forward_hook(lambda module, inputs, output: output + 1e-6 * output.mean(0, keepdim=True))
+    assert depends_on_neighbours(mixed, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -13,7 +13,7 @@ from rollout_models import VOCABULARY, WIDE, drain, forward_logprobs, generate, 
 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.engines.rollout import create_engine
-from rolemesh.errors import StaleWeights
+from rolemesh.errors import ConfigError, StaleWeights
 from rolemesh.plan import vllm as planned
 from rolemesh.protocols.engine import Request
 from rolemesh.weights import Intake, Outlet
@@ -195,7 +195,14 @@ def test_F10_sampled_frequencies_follow_the_distribution():
 
 def test_what_it_cannot_do_is_refused():
     engine, model = loaded()
-    for settings, message in (({"top_p": 0.9}, "no top_p below 1"), ({"top_k": 3}, "no top_k"), ({"temperature": 0.001}, "at least 0.01")):
+    warm = {"temperature": 2.5}  # vLLM itself would refuse it in the middle of a step
+    unable = [
+        ({"top_p": 0.9}, "no top_p below 1"),
+        ({"top_k": 3}, "no top_k"),
+        ({"temperature": 0.001}, "within 0.01"),
+        (warm, "to 2.0, got"),
+    ]
+    for settings, message in unable:
         with pytest.raises(ValueError, match=message):
             engine.add(make_requests(1), sampling(**settings))
     assert engine.unfinished == 0
@@ -206,6 +213,12 @@ def test_what_it_cannot_do_is_refused():
         create_engine("vllm", model, **limits, device="cuda:0")
     with pytest.raises(ValueError, match=r"cannot compute with heads of size 8; set rollout.engine=builtin"):
         create_engine("vllm", make_model(), **limits)
+    buffered = make_model(**WIDE)
+    buffered.model.layers[0].mlp.register_buffer("score_bias", torch.zeros(4))
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.score_bias is no parameter, so it is never published"):
+        create_engine("vllm", buffered, **limits)
+    with pytest.raises(ConfigError, match=r"longrope.*found 17 together"):
+        create_engine("vllm", make_model("phi3_longrope"), slots=1, max_prompt_tokens=9, max_response_tokens=8)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(planned.CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
@@ -226,6 +239,47 @@ def test_weights_that_are_not_finite_are_named_and_leave_nothing_behind():
     engine.load_weights(sound.named_parameters(), 2)
     done = generate(engine, requests, sampling())
     assert {id: completion.token_ids for id, completion in done.items()} == {id: before.token_ids for id, before in expected.items()}
+
+
+def test_a_request_that_vllm_does_not_take_is_not_lost(monkeypatch):
+    engine, _ = loaded()
+    requests = make_requests(3)
+    expected = generate(engine, requests, sampling())
+
+    def refuses(*args):
+        raise ValueError("not that one")
+
+    engine.add(requests, sampling())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "add_request", refuses)
+        with pytest.raises(ValueError, match="not that one"):
+            engine.step()
+    assert engine.health().queued == 3
+    done = {completion.id: completion for completion in drain(engine)}
+    assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
+
+
+def test_a_step_that_fails_leaves_an_engine_that_can_be_emptied_and_goes_on(monkeypatch):
+    engine, _ = loaded()
+    requests = make_requests(6)
+    expected = generate(engine, requests, sampling())
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory left")
+
+    for steps in (0, 3):
+        engine.add(requests, sampling())
+        for _ in range(steps):
+            engine.step()
+        runner = engine._vllm.model_executor.driver_worker.worker.model_runner
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "execute_model", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.step()
+        assert {completion.id for completion in engine.abort()} == {request.id for request in requests}
+        assert engine.unfinished == 0
+        done = generate(engine, requests, sampling())
+        assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
 
 
 def test_the_process_around_it_is_left_as_it_was(monkeypatch):

@@ -25,11 +25,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 
-from rolemesh.engines.rollout.checks import check_requests
+from rolemesh.engines.rollout.checks import COOLEST, HOTTEST, check_requests, check_sizes
 from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import checked
 from rolemesh.engines.rollout.rows import Pending, spans_of
 from rolemesh.engines.rollout.runner import context_limit, vocabulary_size
+from rolemesh.models import check_positions
 from rolemesh.protocols.engine import Completion, FinishReason, Request, Sampling, WeightSpan
 
 
@@ -64,8 +65,8 @@ class BorrowedEngine(Lifecycle):
     needs_contents = False
     project: ClassVar[str]
     """Who is behind it, as people write it."""
-    coolest: ClassVar[float]
-    """Lower temperatures, but for 0, are taken for another one by it."""
+    temperatures: ClassVar[tuple[float, float]] = (COOLEST, HOTTEST)
+    """Lowest above 0 and highest that it takes for what they are."""
 
     def __init__(
         self,
@@ -80,12 +81,14 @@ class BorrowedEngine(Lifecycle):
         super().__init__()
         if deterministic:
             raise ValueError(f"{self.project} samples by seed: its answers are not bit-equal in other company; set deterministic=false")
+        check_sizes(slots=slots, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._dtype = model.dtype
         self._device = torch.device(device)
         self._slots, self._max_prompt, self._max_response = slots, max_prompt_tokens, max_response_tokens
         self._context = context_limit(model) or max_prompt_tokens + max_response_tokens
         self._longest = min(max_prompt_tokens + max_response_tokens, self._context)
+        check_positions(model.config, self._longest)
         self._vocabulary = vocabulary_size(model)
         self._queue: deque[Pending] = deque()
         self._sequences: dict[str, Running] = {}
@@ -138,8 +141,9 @@ class BorrowedEngine(Lifecycle):
         )
         if not self.filters and (sampling.top_p < 1 or sampling.top_k):
             raise ValueError(f"this engine serves no top_p below 1 ({sampling.top_p}) and no top_k ({sampling.top_k}): see `filters`")
-        if 0 < sampling.temperature < self.coolest:
-            raise ValueError(f"{self.project}'s temperature is 0 (greedy) or at least {self.coolest}, got {sampling.temperature}")
+        lowest, highest = self.temperatures
+        if sampling.temperature and not lowest <= sampling.temperature <= highest:
+            raise ValueError(f"{self.project}'s temperature is 0 (greedy) or within {lowest} to {highest}, got {sampling.temperature}")
         for request in requests:
             prompt = tuple(int(token) for token in request.prompt_ids)
             limit = min(sampling.max_new_tokens, self._max_response - request.start, self._context - len(prompt))
@@ -156,7 +160,8 @@ class BorrowedEngine(Lifecycle):
     def _advance(self, *, admit: bool) -> list[Completion]:
         """Raises FloatingPointError when the weights give logits that are not finite."""
         while admit and self._queue and len(self._sequences) < self._slots:
-            self._begin(self._queue.popleft())
+            self._begin(self._queue[0])
+            self._queue.popleft()  # not before: what the other engine does not take is not lost
         if not self._sequences:
             return []
         news = self._news()

@@ -24,14 +24,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rolemesh.engines.rollout.checks import check_requests
+from rolemesh.engines.rollout.checks import check_requests, check_sizes
 from rolemesh.engines.rollout.fast import FastRunner, why_not_fast
 from rolemesh.engines.rollout.generic import GenericRunner
 from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import ParameterTable
 from rolemesh.engines.rollout.rows import Pending, RowTable
-from rolemesh.engines.rollout.runner import Runner, context_limit, largest_gap, vocabulary_size
+from rolemesh.engines.rollout.runner import Runner, context_limit, depends_on_neighbours, largest_gap, vocabulary_size
 from rolemesh.engines.rollout.sampling import choose
+from rolemesh.models import check_positions
 from rolemesh.protocols.engine import Completion, Request, Sampling, WeightSpan
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class BuiltinEngine(Lifecycle):
 
     `slots` is the number of sequences decoded side by side. Requests longer than `max_prompt_tokens` or asking for more than
     `max_response_tokens` are refused. Where the model's context ends first, the answer ends with finish_reason `length`.
-    Raises ValueError for a model that it can't run correctly and for settings that don't fit."""
+    Raises ValueError for a model that it can't run correctly and for settings that don't fit, ConfigError as `check_positions`."""
 
     name = "builtin"
 
@@ -61,9 +62,7 @@ class BuiltinEngine(Lifecycle):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        for setting, value in (("slots", slots), ("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens)):
-            if value < 1:
-                raise ValueError(f"{setting} must be at least 1, got {value}")
+        check_sizes(slots=slots, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
         self._device = torch.device(device)
         if deterministic and self._device.type == "cpu" and torch.get_num_threads() != 1:
             raise ValueError(
@@ -77,6 +76,7 @@ class BuiltinEngine(Lifecycle):
         self._vocabulary = vocabulary_size(model)
         self._slots = slots
         columns = min(max_prompt_tokens + max_response_tokens, self._context)
+        check_positions(model.config, columns)
         self._runner = self._make_runner(columns, deterministic)
         self._queue: deque[Pending] = deque()
         self._rows = RowTable(slots, max_response_tokens, self._vocabulary, self._device)
@@ -100,6 +100,12 @@ class BuiltinEngine(Lifecycle):
                 f"the model's logits with its cache differ by {gap:.2g} from those without; the built-in engine cannot run "
                 f"{self._model.config.model_type!r}"
             )
+        if deterministic and depends_on_neighbours(self._model, self._device):
+            _log.warning(
+                "rollout engine: what this model computes for a row depends on the rows beside it; deterministic mode runs one at a time"
+            )
+            self._slots = 1
+            return GenericRunner(self._model, rows=1, deterministic=True, device=self._device)
         return generic
 
     def _tolerance(self, largest: float) -> float:
@@ -183,8 +189,13 @@ class BuiltinEngine(Lifecycle):
             equal.setdefault(pending.prompt, []).append(pending)
         groups = sorted(equal.values(), key=lambda group: len(group[0].prompt))  # prompts of like length share a pass
         first = self._rows.count
-        logits = self._runner.prefill([group[0].prompt for group in groups], [len(group) for group in groups], first, taken[-1].prompt)
-        self._rows.append([pending for group in groups for pending in group])
+        prompts, copies = [group[0].prompt for group in groups], [len(group) for group in groups]
+        try:
+            logits = self._runner.prefill(prompts, copies, first, taken[-1].prompt)
+            self._rows.append([pending for group in groups for pending in group])
+        except BaseException:
+            self._queue.extendleft(reversed(taken))  # as before: they can be tried again, or aborted
+            raise
         return self._accept(logits, first)
 
     def _accept(self, logits: torch.Tensor, first: int) -> list[Completion]:

@@ -10,6 +10,13 @@ COOLEST, HOTTEST = 1e-6, 1e6
 """Temperatures above 0: logits divided by less than the first may be beyond float32, and then there is nothing to sample from."""
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError for a setting of an engine (slots, most tokens of a prompt, of an answer) that is not at least 1."""
+    for setting, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{setting} must be at least 1, got {value}")
+
+
 def check_requests(
     requests: Sequence[Request],
     sampling: Sampling,
@@ -25,11 +32,12 @@ def check_requests(
     _check_sampling(sampling, vocabulary, max_response_tokens)
     seen: set[tuple[int, int]] = set()
     for request in requests:
-        draw, sample = request.id
         if request.id in seen or request.id in held:
             raise ValueError(f"request {request.id} is already in the engine; ids must be distinct, they decide the random numbers")
-        if not (0 <= draw < 2**64 and 0 <= sample < 2**32):
-            raise ValueError(f"request {request.id}: draw must be within [0, 2**64) and sample within [0, 2**32)")
+        for name, (draw, sample) in (("", request.id), ("counter ", request.counter or request.id)):
+            if not (0 <= draw < 2**64 and 0 <= sample < 2**32):
+                found = f"got {(draw, sample)}"
+                raise ValueError(f"request {request.id}: {name}draw must be within [0, 2**64) and sample within [0, 2**32), {found}")
         seen.add(request.id)
         length = len(request.prompt_ids)
         if not 0 <= request.start < max_response_tokens:

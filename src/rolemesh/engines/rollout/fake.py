@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rolemesh.engines.rollout.checks import check_requests
+from rolemesh.engines.rollout.checks import check_requests, check_sizes
 from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import ParameterTable
 from rolemesh.engines.rollout.sampling import uniforms
@@ -62,6 +62,7 @@ class FakeEngine(Lifecycle):
         answer: Answer | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(slots=slots, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
         del deterministic, device
         self._parameters = ParameterTable(model) if model is not None else None
         self._vocabulary = int(model.config.vocab_size) if model is not None else vocabulary  # type: ignore[union-attr, arg-type]

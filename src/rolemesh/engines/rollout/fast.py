@@ -164,8 +164,8 @@ class FastRunner:
     def _allocate(self) -> None:
         # one row more: the keys and values of the remembered prompt
         shape = (len(self._layers), 2, self._rows + 1, self._kv_heads, self._columns, self._head_dim)
-        self._cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self._decode_scratch = self._scratch(self._rows)
+        self._cache = torch.zeros(shape, dtype=self._dtype, device=self._device)  # last: whether there is one says that all is there
 
     def _fuse(self, layer: Any) -> _Layer:
         a, m = layer.self_attn, layer.mlp

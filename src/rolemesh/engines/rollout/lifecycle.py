@@ -35,6 +35,8 @@ class Lifecycle(ABC):
         self._asleep: Literal["kept", "dropped"] | None = None
         self._paused = False
         self._tokens = 0
+        self._cut: list[Completion] = []
+        """Answers that a load has ended and not returned yet, since it failed."""
 
     @abstractmethod
     def _advance(self, *, admit: bool) -> list[Completion]:
@@ -73,10 +75,12 @@ class Lifecycle(ABC):
         running = self._running()
         asleep = self._asleep is not None
         check_load(version, holds=self._version, running=len(running), in_flight=in_flight, able=self.in_flight, asleep=asleep)
-        ended = self.abort(running) if in_flight == "abort" else []
+        if in_flight == "abort":
+            self._cut += self.abort(running)
         self._version = -1
         self._take_over(weights, version)
         self._version = version
+        ended, self._cut = self._cut, []
         return ended
 
     def step(self) -> list[Completion]:

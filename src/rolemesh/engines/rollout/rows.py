@@ -14,6 +14,8 @@ from rolemesh.engines.rollout.sampling import RowSettings, uniforms
 from rolemesh.protocols.engine import Completion, Sampling, WeightSpan
 
 Rows = npt.NDArray[np.int64]
+_STOP_SETS = 16
+"""Sets of stop tokens that are remembered while no row runs; each takes a byte for every token of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class RowTable:
 
     def append(self, pendings: Sequence[Pending]) -> None:
         """Start rows count, count + 1, ... ."""
+        if not self.count and len(self._stop_sets) > _STOP_SETS:
+            self._stop_sets, self._stops = {}, self._stops[:0]
         rows = slice(self.count, self.count + len(pendings))
         self._ids[rows] = np.array([pending.id for pending in pendings], np.uint64)
         self._length[rows] = 0

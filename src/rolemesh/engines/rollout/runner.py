@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+_TRIES, _TRIED_TOKENS = 4, 8
 Prompt = tuple[int, ...]
 Rows = npt.NDArray[np.int64]
 
@@ -60,6 +61,22 @@ def vocabulary_size(model: Any) -> int:
     """Number of logits."""
     head = model.get_output_embeddings()
     return int(model.config.vocab_size if head is None else head.weight.shape[0])
+
+
+@torch.inference_mode()
+def depends_on_neighbours(model: Any, device: torch.device) -> bool:
+    """Whether the bits of a row can depend on the rows beside it, though shapes are the same. So it is with a mixture of experts, where the
+    tokens that chose an expert are one product, whose shape is their number. Found by the names of parameters, and by trying."""
+    if any("expert" in name or "moe" in name for name, _ in model.named_parameters()):
+        return True
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, _TRIED_TOKENS):
+        rows = torch.randint(vocabulary_size(model), (_TRIES, 2, tokens), generator=generator)
+        rows[:, 0] = rows[0, 0]
+        found = [model(row.to(device)).logits[0] for row in rows]
+        if not all(torch.equal(one, found[0]) for one in found[1:]):
+            return True
+    return False
 
 
 @torch.inference_mode()

@@ -79,7 +79,7 @@ def choose(logits: torch.Tensor, numbers: torch.Tensor, settings: RowSettings) -
 
 
 def _cut(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero all but the `top_k` likeliest tokens, and of those all after the first whose sum reaches `top_p`."""
+    """Zero all but the `top_k` likeliest tokens, and of those all after the first whose sum reaches `top_p`. The likeliest stays."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     before = ordered.cumsum(-1) - ordered

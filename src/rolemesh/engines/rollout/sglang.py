@@ -63,7 +63,6 @@ class SglangEngine(BorrowedEngine):
     name = "sglang"
     project = "SGLang"
     filters = True
-    coolest = 1e-6
 
     def __init__(self, model: Any, **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -94,8 +93,8 @@ class SglangEngine(BorrowedEngine):
         pending, sampling = sequence.pending, sequence.pending.sampling
         parameters = {
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_p": max(sampling.top_p, 1e-9),  # it computes in float32, where less may be 0
+            "top_k": min(sampling.top_k, self._vocabulary) or -1,
             "max_new_tokens": pending.limit,
             "stop_token_ids": list(sampling.stop_token_ids),  # not with `ignore_eos`, which ignores them too
             "sampling_seed": seed,

@@ -36,10 +36,15 @@ class VllmEngine(BorrowedEngine):
 
     name = "vllm"
     project = "vLLM"
-    coolest = 0.01
+    temperatures = planned.TEMPERATURES
 
     def __init__(self, model: Any, **settings: Any) -> None:
         super().__init__(model, **settings)
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if unpublished := sorted(model.state_dict().keys() - known):
+            raise ValueError(
+                f"{unpublished[0]} is no parameter, so it is never published and vLLM's would be random; set rollout.engine=builtin"
+            )
         self.sleeps = self._device.type != "cpu"
         self._vllm = _make_vllm(model, slots=self._slots, longest=self._longest, device=self._device)
         from vllm import SamplingParams
