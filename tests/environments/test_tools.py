@@ -14,7 +14,7 @@ from rolemesh.environments.tools import load_tools
 from rolemesh.errors import ConfigError
 from rolemesh.protocols.environment import Turn
 
-NAMES = [f"tool_functions:{name}" for name in ("add", "later", "gone", "wrong", "slow")]
+NAMES = [f"tool_functions:{name}" for name in ("add", "later", "gone", "wrong", "slow", "leaves", "maybe", "placed", "hidden_wait", "raw")]
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def step(tools, text):
         ("add(", [], 0, 0),
         ("[add(1), add(]", ["error: not Python: "], 1, 0),
         ("wrong(1)", ["error: KeyError: 1"], 0, 1),
+        ("[add(1), leaves(2)]", ["2", "error: SystemExit: 2"], 0, 1),
+        ("[maybe(None), maybe(count=None), maybe(3)]", ["got None", "got None", "got 3"], 0, 0),
+        ("maybe('x')", ['error: maybe: count must be of the type integer, got "x"'], 1, 0),
+        ("placed(1, more=4)", ["5"], 0, 0),
+        ("hidden_wait('x')", ['{"text": "x"}'], 0, 0),
+        ("raw(2)", ["\"b'\\\\x00\\\\x01'\""], 0, 0),
     ],
 )
 def test_calls_are_answered(tools, text, answers, malformed, errors):

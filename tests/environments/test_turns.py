@@ -83,6 +83,27 @@ def test_long_messages_are_cut(tokenizer):
     assert encoder.shorten(Message(content="☃☃"), 4) != Message(content="☃☃")
 
 
+def test_cutting_reads_no_more_of_a_long_message_than_it_has_to(tokenizer, monkeypatch):
+    encoder = TurnEncoder(tokenizer, chat=False)
+    read = []
+    monkeypatch.setattr(encoder, "_ids", lambda text, ids=encoder._ids: read.append(len(text)) or ids(text))
+    assert encoder.shorten(Message(content="12 " * 10**6), 5) == encoder.shorten(Message(content="12 " * 100), 5)
+    assert sum(read) < 10**5
+    long = "\u2603" * 3000  # several tokens each
+    assert encoder.shorten(Message(content=long), 600) == encoder.shorten(Message(content=long[:1000]), 600)
+
+
+def test_what_is_no_text_becomes_text(tokenizer):
+    ids = TurnEncoder(tokenizer, chat=False).encode([Message(content="a\ud800b")], -1)
+    assert text(tokenizer, ids) == "\na\\ud800b\n"
+
+
+def test_special_tokens_of_one_character_are_defused_as_well(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\u00a4"]})
+    ids = TurnEncoder(tokenizer, chat=False).encode([Message(content="5 \u00a4")], -1)
+    assert tokenizer.convert_tokens_to_ids("\u00a4") not in ids
+
+
 def test_templates_that_want_the_name_of_a_tool_get_it(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.name or '-' }}:{{ m.content | tojson }};{% endfor %}"
     ids = TurnEncoder(tokenizer, chat=True).encode([Message(content='a "b"', name="add"), Message(content="c", role="user")], -1)

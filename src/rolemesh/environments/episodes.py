@@ -14,12 +14,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from rolemesh.config.schema import EnvironmentConfig
 from rolemesh.environments.turns import TurnEncoder
+from rolemesh.environments.waiting import step_deadline
 from rolemesh.errors import DeadlineExceeded
 from rolemesh.protocols.engine import Completion, FinishReason, Request, WeightSpan
 from rolemesh.protocols.environment import Environment, Message, Start, Turn
@@ -139,18 +140,23 @@ class EpisodeLoop:
     def cancel(self) -> None:
         """End all episodes. Raises DeadlineExceeded when their environments do not let go."""
         self._news, self.unfinished = queue.SimpleQueue(), 0
-        ended = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._cancel(ended)))
-        if not ended.wait(self._limits.deadline + GRACE):
-            raise self._held_up("the end of the episodes")
+        self._wait_for(self._cancel(), "the end of the episodes")
 
     def close(self) -> None:
         """End all episodes and the loop."""
         if not self._loop.is_closed():
             self.cancel()
+            self._wait_for(self._end_all(), "the end of what its tools started")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(GRACE)
             self._loop.close()
+
+    def _wait_for(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Have the event loop do something. Raises DeadlineExceeded."""
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop).result(self._limits.deadline + GRACE)
+        except TimeoutError:
+            raise self._held_up(what) from None
 
     def _held_up(self, what: str) -> DeadlineExceeded:
         subject = f"environment {self._limits.name} for {what} (does it block the event loop? await, or use a thread)"
@@ -170,12 +176,19 @@ class EpisodeLoop:
             if future is not None and not future.done():
                 future.set_result(completion)
 
-    async def _cancel(self, ended: threading.Event) -> None:
+    async def _cancel(self) -> None:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._sampled.clear()
-        ended.set()
+
+    async def _end_all(self) -> None:
+        """What environments and tools have left running, such as the sandbox, ends with the loop."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
     async def _run(self, episode: Episode, news: queue.SimpleQueue[Request | Episode]) -> None:
         try:
@@ -236,10 +249,10 @@ class EpisodeLoop:
     async def _within(self, episode: Episode, work: Awaitable[T], what: str) -> T:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._limits.deadline) as limit:
+            async with step_deadline(self._limits.deadline) as limit:
                 return await work
         except TimeoutError:
-            if limit.expired():
+            if limit.expired:
                 raise TimeoutError(f"{what} took longer than environment.deadline ({self._limits.deadline:g} s)") from None
             raise
         finally:

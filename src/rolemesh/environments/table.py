@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from rolemesh.config.schema import EnvironmentConfig
 from rolemesh.environments.parsers import TOOL_PARSERS
+from rolemesh.environments.sandbox_process import SECONDS
 from rolemesh.environments.tools import load_tools
 from rolemesh.environments.turns import TurnEncoder
 from rolemesh.errors import ConfigError
@@ -62,6 +63,9 @@ def check_environment_section(config: EnvironmentConfig, tokenizer: Any, *, chat
     """Raise ConfigError unless environments can be made, and their messages told to the model. Makes a built-in one, and none of a
     user's own."""
     make = environment_maker(config)
+    if "python" in config.tools and config.deadline <= SECONDS:
+        need = f"must be above {SECONDS:g} s, which a program of the tool python may take"
+        raise ConfigError.one("environment.deadline", need, f"{config.deadline:g}", f"Write environment.deadline={3 * SECONDS:g}")
     if config.name in ENVIRONMENTS:
         try:
             make()

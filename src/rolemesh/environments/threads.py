@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
+from rolemesh.environments.waiting import in_line
+
 T = TypeVar("T")
 
 THREADS: Final = 64
@@ -21,7 +23,8 @@ async def in_thread(function: Callable[[], T]) -> T:
     until it ends, and holds up no one else, nor the end of the process."""
     loop = asyncio.get_running_loop()
     free = _free.setdefault(loop, asyncio.Semaphore(THREADS))
-    await free.acquire()
+    with in_line():
+        await free.acquire()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 
     def settle(outcome: tuple[Any, BaseException | None]) -> None:

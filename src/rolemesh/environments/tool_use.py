@@ -46,7 +46,9 @@ class ToolEnvironment:
         try:
             if tool is None:
                 raise unknown_tool(call.name, self.tools)
-            return await tool(call)
+            result = await tool(call)
+            counts.update(result.counts)
+            return result.text
         except CallRefused as error:
             counts["malformed_calls"] += 1
             return f"error: {error}"
