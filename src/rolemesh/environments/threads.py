@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,11 @@ THREADS: Final = 64
 """Of one event loop at a time; further calls wait for one."""
 
 _free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def all_held(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a further function would have to wait."""
+    return loop in _free and _free[loop].locked()
 
 
 async def in_thread(function: Callable[[], T]) -> T:
@@ -37,10 +43,14 @@ async def in_thread(function: Callable[[], T]) -> T:
             outcome: tuple[Any, BaseException | None] = function(), None
         except BaseException as error:  # noqa: BLE001 - raised again by the one that waits
             outcome = None, error
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=work, daemon=True, name="tool").start()
+    try:
+        threading.Thread(target=work, daemon=True, name="tool").start()
+    except RuntimeError:  # the system has no thread for it
+        free.release()
+        raise
     result, error = await done
     if error is not None:
         raise error

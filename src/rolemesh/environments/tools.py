@@ -63,21 +63,27 @@ class Tool:
         return cls(name=schema["function"]["name"], function=function, schema=schema)
 
     async def __call__(self, call: ToolCall) -> ToolResult:
-        """The result with its text; other values as JSON. Raises CallRefused for arguments that do not fit, and what the function raises."""
-        run = partial(self.function, **self._arguments(call))
-        result = await (run() if inspect.iscoroutinefunction(self.function) else in_thread(run))
+        """The result with its text; other values as JSON. Raises CallRefused for arguments that do not fit, and what the function
+        raises."""
+        bound = self._bind(call)
+        run = partial(self.function, *bound.args, **bound.kwargs)
+        result = run() if inspect.iscoroutinefunction(self.function) else await in_thread(run)
+        if inspect.isawaitable(result):
+            result = await result
         if isinstance(result, ToolResult):
             return result
         return ToolResult(text=result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
 
-    def _arguments(self, call: ToolCall) -> dict[str, Any]:
+    def _bind(self, call: ToolCall) -> inspect.BoundArguments:
         try:
-            bound = inspect.signature(self.function).bind(*call.positional, **call.arguments).arguments
+            bound = inspect.signature(self.function).bind(*call.positional, **call.arguments)
         except TypeError as error:
             raise CallRefused(f"{self.name}: {error}") from error
         properties = self.schema["function"]["parameters"]["properties"]
-        for name, value in bound.items():
+        for name, value in bound.arguments.items():
             expected = properties.get(name, {}).get("type")
+            if value is None and properties.get(name, {}).get("nullable"):
+                continue
             allowed = _TYPES.get(expected) if isinstance(expected, str) else None
             if allowed is not None and (not isinstance(value, allowed) or (isinstance(value, bool) and expected != "boolean")):
                 raise CallRefused(f"{self.name}: {name} must be of the type {expected}, got {json.dumps(value, default=str)[:80]}")

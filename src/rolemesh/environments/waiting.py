@@ -17,6 +17,8 @@ class StepDeadline:
         self._timeout = timeout
         self._waiting = 0
         self._left = 0.0
+        self.interrupted: list[str] = []
+        """Parts of the step (`part`) that were cut off."""
 
     @property
     def expired(self) -> bool:
@@ -47,6 +49,17 @@ async def step_deadline(seconds: float) -> AsyncIterator[StepDeadline]:
             yield deadline
         finally:
             _deadline.reset(token)
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """For what is under way within a step, so that the error of the deadline can name it."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if (deadline := _deadline.get()) is not None:
+            deadline.interrupted.append(name)
+        raise
 
 
 @contextmanager

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts that the tokenizer takes for control tokens."""
+    return tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def defused(text: str, special: Sequence[str]) -> str:
+    """The text with a space in each special token, so that it stays text: only a template may write control tokens."""
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else f"&#{ord(token)};")
+    return text
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
