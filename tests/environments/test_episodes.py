@@ -297,21 +297,20 @@ def test_threads_that_never_come_back_are_named(monkeypatch):
         loop.begin([(start(draw), PROMPT) for draw in range(2)])
         loop.give(map(answer, take(loop, 2)))
         with pytest.raises(DeadlineExceeded, match=r"all 1 threads are held by functions that have not returned"):
-            while loop.unfinished:
-                loop.news(wait=0.1)
+            take(loop, 1)
         end.set()
 
 
 def take(loop: EpisodeLoop, count: int) -> list[Request]:
     requests: list[Request] = []
     while len(requests) < count:
-        requests += loop.news(wait=1.0)[0]
+        requests += loop.news(wait=0.1)[0]
     return requests
 
 
 def test_the_tool_that_is_late_is_named():
     tools = load_tools(["tool_functions:slow", "tool_functions:add"])
-    two = tuple(TOKENIZER("[add(1), slow(2)]", add_special_tokens=False)["input_ids"]) + (END,)
+    two = [*ids("[add(1), slow(2)]"), END]
     make = lambda: ToolEnvironment(tools=tools, parser=pythonic)  # noqa: E731
     episode, _ = play(make, lambda request: answer(request, two), deadline=0.3, room=200)
     assert episode.error == "TimeoutError: step took longer than environment.deadline (0.3 s), in tool slow"

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
+from rolemesh.config.model_files import BUILTIN_MODELS
 from rolemesh.config.schema import EnvironmentConfig
-from rolemesh.environments import check_environment_section, sandbox, tool_schemas
+from rolemesh.environments import (
+    Episode,
+    EpisodeLoop,
+    TurnEncoder,
+    check_environment_section,
+    environment_maker,
+    sandbox,
+    tool_schemas,
+)
 from rolemesh.environments.python_tool import python
 from rolemesh.environments.sandbox import Result, Sandbox, check_sandbox, sandbox_of_loop
 from rolemesh.environments.tools import ToolResult
 from rolemesh.errors import ConfigError
+from rolemesh.protocols.engine import Completion, Request, WeightSpan
+from rolemesh.protocols.environment import Start
 
+TOKENIZER = AutoTokenizer.from_pretrained(BUILTIN_MODELS["tiny"], local_files_only=True)
 T = TypeVar("T")
 
 try:
@@ -216,6 +231,77 @@ def test_what_the_model_is_told(monkeypatch):
 @pytest.mark.slow
 def test_numpy_and_sympy_are_there():
     assert text("import numpy as np, sympy\nprint(np.arange(3) @ np.arange(3), sympy.factor('x**2 - 1'))").text == "5 (x - 1)*(x + 1)"
+
+
+SCRIPT = [
+    ["print(6 * 7)", "'ok'"],
+    ["while True: print('x' * 100)"],
+    ["1 / 0"],
+    ["import socket; socket.socket()"],
+]
+"""Programs of a scripted policy, turn by turn; its last turn calls nothing."""
+
+
+def written(turn: int) -> str:
+    if turn == len(SCRIPT):
+        return "42"
+    return "".join(f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>" for code in SCRIPT[turn])
+
+
+def scripted(request: Request, turn: int) -> Completion:
+    ids = [*TOKENIZER(written(turn), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+    return Completion(id=request.id, token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason="stop", spans=(WeightSpan(0, 0, len(ids)),))
+
+
+def play(episodes: int) -> list[Episode]:
+    config = EnvironmentConfig(tools=("python",), max_observation_tokens=64)
+    loop = EpisodeLoop(environment_maker(config), TurnEncoder(TOKENIZER, chat=False), config, max_response_tokens=2000)
+    try:
+        begun = [Start(draw=draw, sample=0, seed=0, source="s", prompt="p", answer=None, task={}) for draw in range(episodes)]
+        loop.begin([(start, [1]) for start in begun])
+        done: list[Episode] = []
+        turns = Counter[tuple[int, int]]()
+        while loop.unfinished:
+            requests, ended = loop.news(wait=1.0)
+            done += ended
+            loop.give([scripted(request, turns[request.id]) for request in requests])
+            turns.update(request.id for request in requests)
+        assert len(keepers()) == 1
+    finally:
+        loop.close()
+    assert keepers() == []  # it ends with the loop
+    return done
+
+
+def check_played(done: list[Episode]) -> None:
+    assert {episode.error for episode in done} == {None}
+    (turns,) = {json.dumps(episode.turns) for episode in done}  # all equal
+    told = [turn["text"] for turn in json.loads(turns) if turn["role"] == "tool"]
+    assert told[:2] == ["42", "'ok'"]
+    assert told[2].startswith("error: the program printed more than 8192 bytes and was ended; this is the beginning\nxxx")
+    assert told[3] == "error: ZeroDivisionError: division by zero (line 1)"
+    assert told[4] == "error: PermissionError: [Errno 1] Operation not permitted (line 1)"
+    for episode in done:
+        counts = {name: int(count) for name, count in episode.counts.items()}
+        assert counts == {
+            "tool_calls": 5, "tool_errors": 0, "malformed_calls": 0, "observations_cut": 1,
+            "python_errors": 2, "python_timeouts": 0, "python_outputs_cut": 1,
+        }  # fmt: skip
+        assert sum(episode.mask) == sum(turn["tokens"] for turn in episode.turns if turn["role"] == "assistant")
+        assert (episode.finish_reason, episode.turns[-1]["text"]) == ("stop", "42")
+
+
+@pytest.mark.slow
+def test_episodes_of_a_scripted_policy_are_equal_and_the_sandbox_ends_with_their_loop():
+    check_played(play(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_hundreds_of_episodes_stay_on_one_loop():
+    done = play(300)
+    assert sorted(episode.start.draw for episode in done) == list(range(300))
+    check_played(done)
 
 
 def test_the_model_reads_what_it_is():

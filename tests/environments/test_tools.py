@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rolemesh.config.schema import EnvironmentConfig
-from rolemesh.environments import ToolEnvironment, environment_maker, tool_schemas
+from rolemesh.environments import ToolEnvironment, check_environment_section, environment_maker, tool_schemas
 from rolemesh.environments.calculator import calculator
 from rolemesh.environments.parsers import pythonic
 from rolemesh.environments.tools import load_tools
@@ -116,6 +116,26 @@ def test_all_that_is_wrong_with_tools_is_told_at_once():
 def test_environments_that_cannot_be_made_are_refused(section, text):
     with pytest.raises(ConfigError, match=text):
         environment_maker(EnvironmentConfig(**section))
+
+
+class Forgetful:
+    async def reset(self, start):
+        return []
+
+    def step(self, turn):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Forgetful", r"test_tools:Forgetful must have the methods of an environment.*found step that is not asynchronous, no close"),
+        ("NAMES", "test_tools:NAMES must be something to call"),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_refused_before_the_run(name, text):
+    with pytest.raises(ConfigError, match=text):
+        check_environment_section(EnvironmentConfig(name=f"test_tools:{name}"), None, chat=False)
 
 
 @pytest.mark.parametrize(

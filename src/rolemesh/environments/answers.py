@@ -37,20 +37,23 @@ def checked_step(step: Any, what: str) -> Step:
     if not isinstance(step, Step):
         raise TypeError(f"{what} returned {type(step).__name__}, expected a Step")
     for name, count in step.counts.items():
-        if not isinstance(count, int | float) and not (isinstance(count, SupportsFloat) and not isinstance(count, str)):
+        if _number(count) is None:
             raise TypeError(f"{what} returned the count {name}={count!r}, expected a number")
         if name in OWN_METRICS:
             raise ValueError(f"{what} returned the count {name!r}, which is a metric of rolemesh's own")
-    reward = step.reward
-    if reward is not None:
-        try:
-            reward = float(reward) if isinstance(reward, SupportsFloat) else None
-        except (TypeError, ValueError):  # of several numbers, for one
-            reward = None
-        if reward is None:
-            raise TypeError(f"{what} returned the reward {step.reward!r}, expected a number or None")
-    counts = {name: count if isinstance(count, int | float) else float(count) for name, count in step.counts.items()}
+    reward = None if step.reward is None else _number(step.reward)
+    if reward is None and step.reward is not None:
+        raise TypeError(f"{what} returned the reward {step.reward!r}, expected a number or None")
+    counts = {name: count if isinstance(count, int) else float(count) for name, count in step.counts.items()}
     return replace(step, messages=checked_messages(step.messages, what), reward=reward, counts=counts)
+
+
+def _number(value: Any) -> float | None:
+    """As a plain number, whichever library made it; None for anything else."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, RuntimeError):  # of several numbers
+        return None
 
 
 def as_text(text: str) -> str:

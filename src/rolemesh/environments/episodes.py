@@ -215,7 +215,7 @@ class EpisodeLoop:
                 await self._within(episode, environment.close(), "close")
         except GeneratorExit:
             raise
-        except BaseException as error:  # noqa: BLE001 - it may raise anything; the row says so
+        except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
                 raise  # by us, and not by a library that it uses
             episode.finish_reason, episode.reward, episode.error = "abort", None, describe_error(error)

@@ -33,7 +33,8 @@ class BadCall:
 Calls: TypeAlias = list[ToolCall | BadCall]
 Parser: TypeAlias = Callable[[str], Calls]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALL_MARK: Final = "<tool_call>"
+_HERMES = re.compile(rf"{CALL_MARK}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG: Final = "<|python_tag|>"
 _CALL = re.compile(r"[A-Za-z_]\w*\(.*\)\Z", re.DOTALL)
 _NOT_PYTHON: Final = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -42,7 +43,8 @@ _NOT_PYTHON: Final = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 def _said(text: str) -> str:
     """What stands behind the model's thinking, where it thinks aloud: a call that is only considered there is none."""
-    return text.rpartition("</think>")[2]
+    _, end, behind = text.partition("</think>")
+    return behind if end else text
 
 
 def hermes(text: str) -> Calls:

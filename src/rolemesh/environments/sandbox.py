@@ -128,9 +128,9 @@ class Sandbox:
             process.kill()
             code = process.wait(GRACE)
             writer.close()
-            for future in (ready, *self._results.values()):
-                if not future.done():
-                    future.set_exception(ConnectionError(f"the sandbox's process ended: exit code {code}; the log has what it printed"))
+            for waiting in (ready, *self._results.values()):
+                if not waiting.done():
+                    waiting.set_exception(ConnectionError(f"the sandbox's process ended: exit code {code}; the log has what it printed"))
             ready.cancelled() or ready.exception()  # nobody may be waiting for it any more
 
 

@@ -55,6 +55,10 @@ class TurnEncoder:
         """Text without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def shows(self, mark: str) -> bool:
+        """Whether the text of a turn keeps a mark that the model writes."""
+        return mark in self.decode(self._ids(mark))
+
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
