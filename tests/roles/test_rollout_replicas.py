@@ -88,8 +88,10 @@ def test_episodes_are_bit_equal_for_1_2_and_4_replicas_and_those_of_one_that_is_
         sent = replicas.prompts(answers=2, **rest)
         shuffled = sent.take(np.random.default_rng(0).permutation(len(sent)))
         expected = await replicas.rows(await replicas.manager("one", Ending, [0]), sent, columns)
-        assert await replicas.rows(await replicas.manager("two", DyingEpisodes, [1, 2]), sent, columns) == expected
+        two = await replicas.manager("two", DyingEpisodes, [1, 2])
+        assert await replicas.rows(two, sent, columns) == expected
         assert replicas.told[0].startswith("two rank 1 serves no more")
+        assert await replicas.rows(two, shuffled, columns) == expected  # with a new process in the place of the killed one
         assert await replicas.rows(await replicas.manager("four", Ending, range(4)), shuffled, columns) == expected
 
     section = [f"environment={SECTION}", "rollout.slots=4", "data.max_response_tokens=40"]

@@ -128,9 +128,12 @@ class Sandbox:
             process.kill()
             code = process.wait(GRACE)
             writer.close()
-            for waiting in (ready, *self._results.values()):
-                if not waiting.done():
-                    waiting.set_exception(ConnectionError(f"the sandbox's process ended: exit code {code}; the log has what it printed"))
+            lost = ConnectionError(f"the sandbox's process ended: exit code {code}; the log has what it printed")
+            for future in self._results.values():
+                if not future.done():
+                    future.set_exception(lost)
+            if not ready.done():
+                ready.set_exception(lost)
             ready.cancelled() or ready.exception()  # nobody may be waiting for it any more
 
 
