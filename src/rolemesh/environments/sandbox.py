@@ -166,7 +166,7 @@ def refused(what):
 for name, what in {
     "network": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
     "reading files": lambda: open("/proc/self/environ"),
-    "writing files": lambda: open("/tmp/rolemesh-probe", "w"),
+    "writing files": lambda: open(own := f"/tmp/rolemesh-probe-{os.getpid()}", "w").close() or os.remove(own),
     "processes": lambda: os.fork() or os._exit(0),
 }.items():
     if not refused(what):
