@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def folder(tmp_path, monkeypatch):
 
 def test_its_tool_is_one(folder):
     assert load_tools(["shop:stock"])["stock"].schema["function"]["parameters"]["required"] == ["fruit"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_its_model_writes_python(folder):
+    runpy.run_path("make_lessons.py")
+    command = re.search(r"rolemesh train tools (sft.*)\n", PAGE.read_text(encoding="utf-8"))
+    train(["tools", *shlex.split(command[1]), *SHORT, "sft.steps=80"], resume=None, runs_dir=Path("runs"))
+    (run,) = (folder / "runs").iterdir()
+    row = next(row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "reward/mean" in row)
+    assert row["environment/python_errors"] < row["environment/tool_calls"] / 2
+    assert row["environment/failed"] == 0
 
 
 @pytest.mark.slow

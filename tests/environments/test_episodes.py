@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from rolemesh.config.model_files import BUILTIN_MODELS
 from rolemesh.config.schema import EnvironmentConfig
-from rolemesh.environments import Episode, EpisodeLoop, TurnEncoder, episodes
+from rolemesh.environments import Episode, EpisodeLoop, ToolEnvironment, TurnEncoder, episodes, in_thread, threads
+from rolemesh.environments.parsers import pythonic
+from rolemesh.environments.tools import load_tools
 from rolemesh.errors import DeadlineExceeded
 from rolemesh.protocols.engine import Completion, Request, WeightSpan
 from rolemesh.protocols.environment import Message, Start, Step, Turn
@@ -163,6 +169,22 @@ def test_spans_of_weights_cover_messages():
     assert episode.spans == [(0, 0, 3), (1, 3, length)]
 
 
+WRONG: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "text": lambda: Step(messages=["ok"]),
+    "one": lambda: Step(messages="ok"),
+    "mapping": lambda: Step(messages=[{"role": "user", "content": "ok"}]),
+    "no text": lambda: Step(messages=[Message(content=7)]),
+    "role": lambda: Step(messages=[Message(content="I give up", role="assistant")]),
+    "reward": lambda: Step(reward="1", done=True),
+    "rewards": lambda: Step(reward=[1.0, 2.0], done=True),
+    "complex": lambda: Step(reward=1j, done=True),
+    "count": lambda: Step(counts={"x": "many"}, done=True),
+    "taken": lambda: Step(counts={"turns/mean": 1}, done=True),
+    "failed": lambda: Step(counts={"failed": 1}, done=True),
+}
+
+
 class Failing(Script):
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -182,7 +204,18 @@ class Failing(Script):
             raise SystemExit("usage: me")
         if self.where == "step":
             raise KeyError("x")
+        if self.where == "cancelled":
+            raise asyncio.CancelledError("by a library")
+        if self.where == "child":
+            await asyncio.gather(self.leave())
+        if self.where == "surrogate":
+            raise ValueError("a\ud800")
+        if self.where in WRONG:
+            return WRONG[self.where]()
         return await super().step(turn)
+
+    async def leave(self) -> None:
+        raise SystemExit("usage: me")
 
     async def close(self) -> None:
         if self.where == "close":
@@ -198,11 +231,89 @@ class Failing(Script):
         ("close", "OSError: disk"),
         ("silent", "ValueError: step 1 has neither messages nor done=True"),
         ("late", "TimeoutError: step took longer than environment.deadline (0.2 s)"),
+        ("cancelled", "CancelledError: by a library"),
+        ("child", "SystemExit: usage: me"),
+        ("surrogate", "ValueError: a\\ud800"),
+        ("none", "TypeError: step returned NoneType, expected a Step"),
+        ("text", "TypeError: step returned messages with str, expected Message objects"),
+        ("one", "TypeError: step returned messages with str, expected Message objects"),
+        ("mapping", "TypeError: step returned messages with dict, expected Message objects"),
+        ("no text", "TypeError: step returned a message with content of int, expected str"),
+        ("role", "ValueError: step returned a message with the role 'assistant', expected 'tool' or 'user'"),
+        ("reward", "TypeError: step returned the reward '1', expected a number or None"),
+        ("rewards", "TypeError: step returned the reward [1.0, 2.0], expected a number or None"),
+        ("complex", "TypeError: step returned the reward 1j, expected a number or None"),
+        ("count", "TypeError: step returned the count x='many', expected a number"),
+        ("taken", "ValueError: step returned the count 'turns/mean', which is a metric of rolemesh's own"),
+        ("failed", "ValueError: step returned the count 'failed', which is a metric of rolemesh's own"),
     ],
 )
 def test_B16_what_an_environment_fails_with_is_told_and_earns_nothing(where, error):
     episode, _ = play(lambda: Failing(where), deadline=0.2)
     assert (episode.error, episode.reward, episode.finish_reason) == (error, None, "abort")
+
+
+def test_rewards_of_any_kind_of_number_become_floats():
+    for number in (np.float32(0.5), torch.tensor(0.5), Fraction(1, 2), np.array(0.5)):
+        episode, _ = play(lambda number=number: Answering(Step(reward=number, done=True)))
+        assert (type(episode.reward), episode.reward) == (float, 0.5)
+
+
+class Answering(Script):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.answer = step
+
+    async def step(self, turn: Turn) -> Step:
+        return self.answer
+
+
+def test_time_in_line_does_not_count_for_the_deadline_of_a_step(monkeypatch):
+    """Twelve calls of 0.2 s through two threads: the last one has to wait for a second."""
+    monkeypatch.setattr(threads, "THREADS", 2)
+
+    class Blocking(Script):
+        async def step(self, turn: Turn) -> Step:
+            await in_thread(lambda: time.sleep(0.2))
+            return Step(done=True, reward=1.0)
+
+    with playing(Blocking, deadline=0.6) as loop:
+        loop.begin([(start(draw), PROMPT) for draw in range(12)])
+        done, _ = drive(loop)
+    assert [episode.error for episode in done] == [None] * 12
+
+
+def test_threads_that_never_come_back_are_named(monkeypatch):
+    monkeypatch.setattr(threads, "THREADS", 1)
+    monkeypatch.setattr(episodes, "GRACE", 0.3)
+    end = threading.Event()
+
+    class Hanging(Script):
+        async def step(self, turn: Turn) -> Step:
+            await in_thread(end.wait)
+            return Step(done=True)
+
+    with playing(Hanging, deadline=0.3) as loop:
+        loop.begin([(start(draw), PROMPT) for draw in range(2)])
+        loop.give(map(answer, take(loop, 2)))
+        with pytest.raises(DeadlineExceeded, match=r"all 1 threads are held by functions that have not returned"):
+            take(loop, 1)
+        end.set()
+
+
+def take(loop: EpisodeLoop, count: int) -> list[Request]:
+    requests: list[Request] = []
+    while len(requests) < count:
+        requests += loop.news(wait=0.1)[0]
+    return requests
+
+
+def test_the_tool_that_is_late_is_named():
+    tools = load_tools(["tool_functions:slow", "tool_functions:add"])
+    two = [*ids("[add(1), slow(2)]"), END]
+    make = lambda: ToolEnvironment(tools=tools, parser=pythonic)  # noqa: E731
+    episode, _ = play(make, lambda request: answer(request, two), deadline=0.3, room=200)
+    assert episode.error == "TimeoutError: step took longer than environment.deadline (0.3 s), in tool slow"
 
 
 def test_one_that_fails_disturbs_no_other():

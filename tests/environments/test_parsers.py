@@ -52,6 +52,19 @@ def test_pythonic(text, calls):
 
 
 @pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        (hermes, '<think>\n<tool_call>{"name": "g"}</tool_call>? No.\n</think>\n\n<tool_call>{"name": "f"}</tool_call>', [call()]),
+        (hermes, '<think>I could write <tool_call>{"name": "g"}</tool_call>.</think>4', []),
+        (llama3_json, '<think>I need f.</think>\n{"name": "f", "parameters": {"a": 1}}', [call(a=1)]),
+        (pythonic, "<think>g(1)?</think>f(a=1)", [call(a=1)]),
+    ],
+)
+def test_thoughts_are_no_calls_and_hide_none(parser, text, calls):
+    assert parser(text) == calls
+
+
+@pytest.mark.parametrize(
     ("parser", "text", "why"),
     [
         (hermes, '<tool_call>{"name": "f", </tool_call>', "not JSON"),

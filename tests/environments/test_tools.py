@@ -7,14 +7,14 @@ import time
 import pytest
 
 from rolemesh.config.schema import EnvironmentConfig
-from rolemesh.environments import ToolEnvironment, environment_maker, tool_schemas
+from rolemesh.environments import ToolEnvironment, check_environment_section, environment_maker, tool_schemas
 from rolemesh.environments.calculator import calculator
 from rolemesh.environments.parsers import pythonic
 from rolemesh.environments.tools import load_tools
 from rolemesh.errors import ConfigError
 from rolemesh.protocols.environment import Turn
 
-NAMES = [f"tool_functions:{name}" for name in ("add", "later", "gone", "wrong", "slow")]
+NAMES = [f"tool_functions:{name}" for name in ("add", "later", "gone", "wrong", "slow", "leaves", "maybe", "placed", "hidden_wait", "raw")]
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def step(tools, text):
         ("add(", [], 0, 0),
         ("[add(1), add(]", ["error: not Python: "], 1, 0),
         ("wrong(1)", ["error: KeyError: 1"], 0, 1),
+        ("[add(1), leaves(2)]", ["2", "error: SystemExit: 2"], 0, 1),
+        ("[maybe(None), maybe(count=None), maybe(3)]", ["got None", "got None", "got 3"], 0, 0),
+        ("maybe('x')", ['error: maybe: count must be of the type integer, got "x"'], 1, 0),
+        ("placed(1, more=4)", ["5"], 0, 0),
+        ("hidden_wait('x')", ['{"text": "x"}'], 0, 0),
+        ("raw(2)", ["\"b'\\\\x00\\\\x01'\""], 0, 0),
     ],
 )
 def test_calls_are_answered(tools, text, answers, malformed, errors):
@@ -110,6 +116,26 @@ def test_all_that_is_wrong_with_tools_is_told_at_once():
 def test_environments_that_cannot_be_made_are_refused(section, text):
     with pytest.raises(ConfigError, match=text):
         environment_maker(EnvironmentConfig(**section))
+
+
+class Forgetful:
+    async def reset(self, start):
+        return []
+
+    def step(self, turn):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Forgetful", r"test_tools:Forgetful must have the methods of an environment.*found step that is not asynchronous, no close"),
+        ("NAMES", "test_tools:NAMES must be something to call"),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_refused_before_the_run(name, text):
+    with pytest.raises(ConfigError, match=text):
+        check_environment_section(EnvironmentConfig(name=f"test_tools:{name}"), None, chat=False)
 
 
 @pytest.mark.parametrize(

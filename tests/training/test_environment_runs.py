@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from training_helpers import ONE_PROCESS, PPO, Quiet, only_run, rows
 
+from rolemesh import recipes
 from rolemesh.config import load_config
 from rolemesh.observe import RunDirectory
 from rolemesh.training.launch import run_training
@@ -60,10 +63,13 @@ def check(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 class Echo:
-    """Tells the model twice that it wrote something; earns by what it wrote, and fails for one of the answers."""
+    """Tells the model twice that it wrote something; earns by what it wrote, and fails for two of the answers: for one before its first
+    token."""
 
     async def reset(self, start: Any) -> tuple[()]:
         self.start = start
+        if start.sample == 2:
+            raise ConnectionError("no judge came")
         return ()
 
     async def step(self, turn: Any) -> Any:
@@ -85,16 +91,38 @@ def test_an_own_environment_with_ppo_in_one_process(tmp_path):
     directory, _ = train(tmp_path, own, *learn, *PPO, *ONE_PROCESS)
     found = check(directory)
     failed = [row for row in found if row["reward_status"] == "environment"]
-    assert {row["sample"] for row in failed} == {1}
-    assert {row["environment_error"] for row in failed} == {"ConnectionError: the judge left"}
+    errors = {1: "ConnectionError: the judge left", 2: "ConnectionError: no judge came"}
+    assert {row["sample"]: row["environment_error"] for row in failed} == errors
+    assert {row["response_length"] for row in failed if row["sample"] == 2} == {0}
     for row in found:
         if row["reward_status"] == "ok":
             assert row["reward"] == row["environment_reward"]
     last = last_step(directory)
-    assert last["environment/failed"] == last["reward/status/environment"] == len(failed) == 4
+    assert last["environment/failed"] == last["reward/status/environment"] == len(failed) == 8
     assert last["samples/masked"] == sum(row["reward"] is None for row in found)
     assert last["environment/turns/max"] == 3
     assert last["critic/tokens_trained"] == last["actor/tokens_trained"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_a_model_writes_python_and_its_programs_are_run(tmp_path):
+    """The recipe with the tool `python` in the place of the calculator."""
+    lessons = tmp_path / "lessons.jsonl"
+    lessons.write_text((Path(recipes.__file__).parent / "tools/lessons.jsonl").read_text().replace("calculator(", "python("))
+    tools = "environment.tools=['rolemesh.recipes.prices:price', python]"
+    directory, _ = train(tmp_path, tools, f"sft.train={lessons}", "sft.steps=80", "trainer.learning_rate=1e-5", "seed=1", *ONE_PROCESS)
+    answers = 0
+    for row in check(directory):
+        turns = json.loads(row["turns"])
+        for call, told in pairwise(turns):
+            if expression := re.fullmatch(r"python\('(\d+)\+(\d+)'\)", call["text"]):
+                assert told == {"role": "tool", "text": str(int(expression[1]) + int(expression[2])), "tokens": told["tokens"]}
+                answers += 1
+    assert answers > 3
+    last = last_step(directory)
+    assert last["environment/tool_calls"] > last["environment/python_errors"] >= 0
+    assert last["environment/python_timeouts"] == last["environment/python_outputs_cut"] == last["environment/failed"] == 0
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class EnvironmentConfig(Section):
     name: str = "tools"
     """Environment by name (`tools`, `reasoning_gym`, `textarena`), or an own class by import path."""
     tools: tuple[str, ...] = ()
-    """Tools that the model may call: built-in ones by name (`calculator`), own Python functions by import path."""
+    """Tools that the model may call: built-in ones by name (`calculator`, `python`), own Python functions by import path."""
     parser: str = "hermes"
     """How the model writes calls: `hermes` (Qwen), `llama3_json`, `pythonic`, or an own function by import path."""
     options: dict[str, Any] = {}
@@ -62,4 +62,4 @@ class EnvironmentConfig(Section):
     max_observation_tokens: Positive = 512
     """Longest message of the environment, in tokens; a longer one is cut at its end and counted."""
     deadline: PositiveFloat = 60.0
-    """Seconds for one step of an environment, tools included; then the answer has no reward."""
+    """Seconds for one step of an environment, tools included, waiting for a free thread or sandbox not; then the answer has no reward."""

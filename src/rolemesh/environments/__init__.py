@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rolemesh.environments.table import ENVIRONMENTS, check_environment_section, environment_maker, tool_schemas
     from rolemesh.environments.threads import in_thread
     from rolemesh.environments.tool_use import ToolEnvironment
-    from rolemesh.environments.tools import BUILTIN_TOOLS, Tool
+    from rolemesh.environments.tools import BUILTIN_TOOLS, Tool, ToolResult
     from rolemesh.environments.turns import TurnEncoder
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolEnvironment",
+    "ToolResult",
     "TurnEncoder",
     "check_environment_section",
     "environment_maker",
@@ -44,7 +45,7 @@ if not TYPE_CHECKING:
             "table": ("ENVIRONMENTS", "check_environment_section", "environment_maker", "tool_schemas"),
             "threads": ("in_thread",),
             "tool_use": ("ToolEnvironment",),
-            "tools": ("BUILTIN_TOOLS", "Tool"),
+            "tools": ("BUILTIN_TOOLS", "Tool", "ToolResult"),
             "turns": ("TurnEncoder",),
         },
     )

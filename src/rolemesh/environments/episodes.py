@@ -14,12 +14,16 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from rolemesh.config.schema import EnvironmentConfig
+from rolemesh.environments import threads
+from rolemesh.environments.answers import checked_messages, checked_step, describe_error
+from rolemesh.environments.threads import all_held
 from rolemesh.environments.turns import TurnEncoder
+from rolemesh.environments.waiting import step_deadline
 from rolemesh.errors import DeadlineExceeded
 from rolemesh.protocols.engine import Completion, FinishReason, Request, WeightSpan
 from rolemesh.protocols.environment import Environment, Message, Start, Turn
@@ -103,7 +107,7 @@ class EpisodeLoop:
         self._moved = 0.0
         """When something was last handed over, in either direction."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="episodes")
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="episodes")
         self._thread.start()
 
     def begin(self, rows: Sequence[tuple[Start, Sequence[int]]]) -> None:
@@ -139,24 +143,42 @@ class EpisodeLoop:
     def cancel(self) -> None:
         """End all episodes. Raises DeadlineExceeded when their environments do not let go."""
         self._news, self.unfinished = queue.SimpleQueue(), 0
-        ended = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._cancel(ended)))
-        if not ended.wait(self._limits.deadline + GRACE):
-            raise self._held_up("the end of the episodes")
+        self._wait_for(self._cancel(), "the end of the episodes")
 
     def close(self) -> None:
         """End all episodes and the loop."""
         if not self._loop.is_closed():
             self.cancel()
+            self._wait_for(self._end_all(), "the end of what its tools started")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(GRACE)
             self._loop.close()
 
+    def _wait_for(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Have the event loop do something. Raises DeadlineExceeded."""
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop).result(self._limits.deadline + GRACE)
+        except TimeoutError:
+            raise self._held_up(what) from None
+
     def _held_up(self, what: str) -> DeadlineExceeded:
-        subject = f"environment {self._limits.name} for {what} (does it block the event loop? await, or use a thread)"
+        held = "does it block the event loop? await, or use a thread"
+        if all_held(self._loop):
+            held = f"all {threads.THREADS} threads are held by functions that have not returned"
+        subject = f"environment {self._limits.name} for {what} ({held})"
         return DeadlineExceeded(waiter="rollout", subject=subject, seconds=self._limits.deadline + GRACE)
 
     # -- on the event loop ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Until the loop is stopped. A task that ends with SystemExit or KeyboardInterrupt lets it out of the loop as well; whoever waits
+        for the task is told, and the others go on."""
+        while True:
+            try:
+                self._loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                continue
 
     def _begin(self, rows: Sequence[tuple[Start, Sequence[int]]], news: queue.SimpleQueue[Request | Episode]) -> None:
         for start, prompt_ids in rows:
@@ -170,12 +192,19 @@ class EpisodeLoop:
             if future is not None and not future.done():
                 future.set_result(completion)
 
-    async def _cancel(self, ended: threading.Event) -> None:
+    async def _cancel(self) -> None:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._sampled.clear()
-        ended.set()
+
+    async def _end_all(self) -> None:
+        """What environments and tools have left running, such as the sandbox, ends with the loop."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
     async def _run(self, episode: Episode, news: queue.SimpleQueue[Request | Episode]) -> None:
         try:
@@ -184,13 +213,17 @@ class EpisodeLoop:
                 episode.finish_reason = await self._play(episode, environment, news)
             finally:
                 await self._within(episode, environment.close(), "close")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything; the row says so
-            episode.finish_reason, episode.reward, episode.error = "abort", None, f"{type(error).__name__}: {error}"
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise  # by us, and not by a library that it uses
+            episode.finish_reason, episode.reward, episode.error = "abort", None, describe_error(error)
         news.put(episode)
 
     async def _play(self, episode: Episode, environment: Environment, news: queue.SimpleQueue[Request | Episode]) -> FinishReason:
         """Turn after turn; returns why it ended."""
-        opening = await self._within(episode, environment.reset(episode.start), "reset")
+        opening = checked_messages(await self._within(episode, environment.reset(episode.start), "reset"), "reset")
         if opening and not self._tell(episode, opening):
             raise ValueError(f"what reset says leaves no room in an answer of {self._room(episode)} tokens (data.max_response_tokens)")
         for number in range(1, self._limits.max_turns + 1):
@@ -198,7 +231,7 @@ class EpisodeLoop:
             turn = episode.sample(completion, self._encoder.decode(completion.token_ids))
             if completion.finish_reason != "stop":
                 return completion.finish_reason
-            step = await self._within(episode, environment.step(turn), "step")
+            step = checked_step(await self._within(episode, environment.step(turn), "step"), "step")
             episode.counts.update(step.counts)
             if step.reward is not None:
                 episode.reward = (episode.reward or 0.0) + step.reward
@@ -236,11 +269,12 @@ class EpisodeLoop:
     async def _within(self, episode: Episode, work: Awaitable[T], what: str) -> T:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._limits.deadline) as limit:
+            async with step_deadline(self._limits.deadline) as limit:
                 return await work
         except TimeoutError:
-            if limit.expired():
-                raise TimeoutError(f"{what} took longer than environment.deadline ({self._limits.deadline:g} s)") from None
+            if limit.expired:
+                where = f", in {', '.join(limit.interrupted)}" if limit.interrupted else ""
+                raise TimeoutError(f"{what} took longer than environment.deadline ({self._limits.deadline:g} s){where}") from None
             raise
         finally:
             episode.seconds += time.monotonic() - began

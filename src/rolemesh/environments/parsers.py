@@ -33,21 +33,28 @@ class BadCall:
 Calls: TypeAlias = list[ToolCall | BadCall]
 Parser: TypeAlias = Callable[[str], Calls]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALL_MARK: Final = "<tool_call>"
+_HERMES = re.compile(rf"{CALL_MARK}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG: Final = "<|python_tag|>"
 _CALL = re.compile(r"[A-Za-z_]\w*\(.*\)\Z", re.DOTALL)
 _NOT_PYTHON: Final = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What Python's own parser raises for text that is none."""
 
 
+def _said(text: str) -> str:
+    """What stands behind the model's thinking, where it thinks aloud: a call that is only considered there is none."""
+    _, end, behind = text.partition("</think>")
+    return behind if end else text
+
+
 def hermes(text: str) -> Calls:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them (Hermes, Qwen)."""
-    return [_json_call(inside.strip()) for inside in _HERMES.findall(text)]
+    return [_json_call(inside.strip()) for inside in _HERMES.findall(_said(text))]
 
 
 def llama3_json(text: str) -> Calls:
     """A turn that is `{"name": ..., "parameters": {...}}` and nothing else, several parted by semicolons (Llama 3)."""
-    rest = text.strip().removeprefix(_PYTHON_TAG).strip()
+    rest = _said(text).strip().removeprefix(_PYTHON_TAG).strip()
     if not rest.startswith("{") or '"name"' not in rest:
         return []
     calls: Calls = []
@@ -65,7 +72,7 @@ def llama3_json(text: str) -> Calls:
 
 def pythonic(text: str) -> Calls:
     """A turn that is `name(argument=value)` or a list of such calls, with literals for values (Llama 4 and others)."""
-    stripped = text.strip()
+    stripped = _said(text).strip()
     listed = stripped.startswith("[") and "(" in stripped
     if not listed and not _CALL.match(stripped):
         return []

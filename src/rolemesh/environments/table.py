@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Parameter, signature
+from inspect import Parameter, iscoroutinefunction, signature
 from typing import Any, Final
 
 from rolemesh.config.schema import EnvironmentConfig
-from rolemesh.environments.parsers import TOOL_PARSERS
+from rolemesh.environments.parsers import CALL_MARK, TOOL_PARSERS
+from rolemesh.environments.sandbox_process import SECONDS
 from rolemesh.environments.tools import load_tools
 from rolemesh.environments.turns import TurnEncoder
 from rolemesh.errors import ConfigError
@@ -62,6 +63,10 @@ def check_environment_section(config: EnvironmentConfig, tokenizer: Any, *, chat
     """Raise ConfigError unless environments can be made, and their messages told to the model. Makes a built-in one, and none of a
     user's own."""
     make = environment_maker(config)
+    _check_methods(config)
+    if "python" in config.tools and config.deadline <= SECONDS:
+        need = f"must be above {SECONDS:g} s, which a program of the tool python may take"
+        raise ConfigError.one("environment.deadline", need, f"{config.deadline:g}", f"Write environment.deadline={3 * SECONDS:g}")
     if config.name in ENVIRONMENTS:
         try:
             make()
@@ -69,4 +74,28 @@ def check_environment_section(config: EnvironmentConfig, tokenizer: Any, *, chat
             raise ConfigError.one("environment.options", f"{config.name} must be able to use them", str(error)) from error
     if chat and tokenizer is not None and tokenizer.chat_template:
         message = Message(content="x", role="tool", name="x") if config.tools else Message(content="x", role="user")
-        TurnEncoder(tokenizer, chat=True).encode([message], -1)
+        encoder = TurnEncoder(tokenizer, chat=True)
+        encoder.encode([message], -1)
+        if config.tools and config.parser == "hermes" and not encoder.shows(CALL_MARK):
+            need = f"must keep {CALL_MARK!r} in the text of a turn, or no call of the parser hermes is ever seen"
+            found = f"a special token of {tokenizer.name_or_path}, which the text is made without"
+            raise ConfigError.one(
+                "environment.parser", need, found, "Use another parser, or mark the token as not special in tokenizer.json"
+            )
+
+
+def _check_methods(config: EnvironmentConfig) -> None:
+    """Raise ConfigError for a class that is no environment. What another callable makes is not known before it is called."""
+    found = resolve(config.name, ENVIRONMENTS, subject="environment.name")
+    if not isinstance(found, type):
+        return
+    wrong = []
+    for name in ("reset", "step", "close"):
+        method = getattr(found, name, None)
+        if not callable(method):
+            wrong.append(f"no {name}")
+        elif not iscoroutinefunction(method):
+            wrong.append(f"{name} that is not asynchronous")
+    if wrong:
+        need = f"{config.name} must have the methods of an environment, `async def` reset, step and close"
+        raise ConfigError.one("environment.name", need, ", ".join(wrong), "See protocols/environment.py; ToolEnvironment is a good base")

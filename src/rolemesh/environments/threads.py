@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
+
+from rolemesh.environments.waiting import in_line
 
 T = TypeVar("T")
 
@@ -16,12 +19,18 @@ THREADS: Final = 64
 _free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
+def all_held(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a further function would have to wait."""
+    return loop in _free and _free[loop].locked()
+
+
 async def in_thread(function: Callable[[], T]) -> T:
     """What `function` returns or raises in a thread of its own. Whoever stops waiting leaves it behind: it keeps one of the `THREADS`
     until it ends, and holds up no one else, nor the end of the process."""
     loop = asyncio.get_running_loop()
     free = _free.setdefault(loop, asyncio.Semaphore(THREADS))
-    await free.acquire()
+    with in_line():
+        await free.acquire()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 
     def settle(outcome: tuple[Any, BaseException | None]) -> None:
@@ -34,10 +43,14 @@ async def in_thread(function: Callable[[], T]) -> T:
             outcome: tuple[Any, BaseException | None] = function(), None
         except BaseException as error:  # noqa: BLE001 - raised again by the one that waits
             outcome = None, error
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=work, daemon=True, name="tool").start()
+    try:
+        threading.Thread(target=work, daemon=True, name="tool").start()
+    except RuntimeError:  # the system has no thread for it
+        free.release()
+        raise
     result, error = await done
     if error is not None:
         raise error

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rolemesh.environments.parsers import BadCall, Parser, ToolCall
 from rolemesh.environments.tools import CallRefused, Tool, unknown_tool
+from rolemesh.environments.waiting import part
 from rolemesh.protocols.environment import Message, Start, Step, Turn
 
 
@@ -46,12 +47,15 @@ class ToolEnvironment:
         try:
             if tool is None:
                 raise unknown_tool(call.name, self.tools)
-            return await tool(call)
+            with part(f"tool {call.name}"):
+                result = await tool(call)
+            counts.update(result.counts)
+            return result.text
         except CallRefused as error:
             counts["malformed_calls"] += 1
             return f"error: {error}"
         except (ConnectionError, TimeoutError) as error:
             raise RuntimeError(f"tool {call.name}: {type(error).__name__}: {error}") from error
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything; what is made for command lines exits
             counts["tool_errors"] += 1
             return f"error: {type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -15,7 +15,12 @@ from rolemesh.errors import ConfigError, Problem
 from rolemesh.models.tools import tool_schema
 from rolemesh.registry import nearest, resolve
 
-BUILTIN_TOOLS: Final[Mapping[str, str]] = {"calculator": "rolemesh.environments.calculator:calculator"}
+BUILTIN_TOOLS: Final[Mapping[str, str]] = {
+    "calculator": "rolemesh.environments.calculator:calculator",
+    "python": "rolemesh.environments.python_tool:python",
+}
+_CHECKS: Final[Mapping[str, str]] = {"python": "rolemesh.environments.sandbox:check_sandbox"}
+"""What has to be tried before a built-in tool is used."""
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "string": (str,),
@@ -30,6 +35,15 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 class CallRefused(Exception):
     """A call that its tool does not take; the text is for the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What a tool may return instead of its result alone."""
+
+    text: str
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to add up over all episodes, as metrics `environment/NAME`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +62,28 @@ class Tool:
         schema = tool_schema(function, subject=subject)
         return cls(name=schema["function"]["name"], function=function, schema=schema)
 
-    async def __call__(self, call: ToolCall) -> str:
-        """The result as text; other values as JSON. Raises CallRefused for arguments that do not fit, and what the function raises."""
-        run = partial(self.function, **self._arguments(call))
-        result = await (run() if inspect.iscoroutinefunction(self.function) else in_thread(run))
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    async def __call__(self, call: ToolCall) -> ToolResult:
+        """The result with its text; other values as JSON. Raises CallRefused for arguments that do not fit, and what the function
+        raises."""
+        bound = self._bind(call)
+        run = partial(self.function, *bound.args, **bound.kwargs)
+        result = run() if inspect.iscoroutinefunction(self.function) else await in_thread(run)
+        if inspect.isawaitable(result):
+            result = await result
+        if isinstance(result, ToolResult):
+            return result
+        return ToolResult(text=result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
 
-    def _arguments(self, call: ToolCall) -> dict[str, Any]:
+    def _bind(self, call: ToolCall) -> inspect.BoundArguments:
         try:
-            bound = inspect.signature(self.function).bind(*call.positional, **call.arguments).arguments
+            bound = inspect.signature(self.function).bind(*call.positional, **call.arguments)
         except TypeError as error:
             raise CallRefused(f"{self.name}: {error}") from error
         properties = self.schema["function"]["parameters"]["properties"]
-        for name, value in bound.items():
+        for name, value in bound.arguments.items():
             expected = properties.get(name, {}).get("type")
+            if value is None and properties.get(name, {}).get("nullable"):
+                continue
             allowed = _TYPES.get(expected) if isinstance(expected, str) else None
             if allowed is not None and (not isinstance(value, allowed) or (isinstance(value, bool) and expected != "boolean")):
                 raise CallRefused(f"{self.name}: {name} must be of the type {expected}, got {json.dumps(value, default=str)[:80]}")
@@ -79,6 +101,8 @@ def load_tools(names: Sequence[str]) -> dict[str, Tool]:
             if tool.name in found:
                 raise ConfigError.one(subject, "tools must have different names", f"two called {tool.name!r}")
             found[tool.name] = tool
+            if name in _CHECKS:
+                resolve(name, _CHECKS, subject=subject)()
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jinja2 import TemplateError
 
+from rolemesh.environments.answers import as_text
 from rolemesh.errors import ConfigError
+from rolemesh.models.prompts import defused, special_tokens
 from rolemesh.protocols.environment import Message
 
 if TYPE_CHECKING:
@@ -22,12 +24,16 @@ _MARK = "The answer so far."
 """Stands for what the model wrote. Templates do not touch it."""
 
 
+_AHEAD: Final = 16
+"""Characters for each token that are looked at first where a message has to be cut."""
+
+
 class TurnEncoder:
     """Encodes messages behind a turn. Without `chat` they are plain text, each on a line of its own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
         self._tokenizer, self._chat = tokenizer, chat
-        self._special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = special_tokens(tokenizer)
 
     def encode(self, messages: Sequence[Message], last: int) -> list[int]:
         """Ids of the messages behind the token `last`, which is not repeated if the template puts it there, too. Raises ConfigError when
@@ -38,12 +44,20 @@ class TurnEncoder:
 
     def shorten(self, message: Message, limit: int) -> Message:
         """The message with at most the first `limit` tokens of its content."""
-        ids = self._ids(message.content) if len(message.content.encode()) > limit else []  # a token has a byte or more
+        content, read = message.content, _AHEAD * limit
+        if len(content.encode()) <= limit:  # a token has a byte or more
+            return message
+        while len(ids := self._ids(self._harmless(content[:read]))) <= 2 * limit and read < len(content):
+            read *= 4  # tokens are long here
         return replace(message, content=self.decode(ids[:limit])) if len(ids) > limit else message
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def shows(self, mark: str) -> bool:
+        """Whether the text of a turn keeps a mark that the model writes."""
+        return mark in self.decode(self._ids(mark))
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -76,7 +90,4 @@ class TurnEncoder:
 
     def _harmless(self, content: str) -> str:
         """Without special tokens, which only the template may write: a tool's text must not end its message or speak for the model."""
-        for token in self._special:
-            if token in content:
-                content = content.replace(token, f"{token[0]} {token[1:]}")
-        return content
+        return defused(as_text(content), self._special)

@@ -15,11 +15,36 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts that the tokenizer takes for control tokens."""
+    return tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def defused(text: str, special: Sequence[str]) -> str:
+    """The text with a space in each special token, so that it stays text: only a template may write control tokens."""
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}" if len(token) > 1 else f"&#{ord(token)};")
+    return text
+
+
+def _without_control(message: Mapping[str, Any], special: Sequence[str]) -> Mapping[str, Any]:
+    """A message whose text, alone or in parts, stays text. What a model wrote may have tokens of its own."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": defused(content, special)}
+    if isinstance(content, list):
+        parts = [{**part, "text": defused(part["text"], special)} if isinstance(part.get("text"), str) else part for part in content]
+        return {**message, "content": parts}
+    return message
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
     """Token ids of a text, or of chat messages through the tokenizer's template (with `chat`; a text is then one user message). The
-    template is told of `tools`, schemas as of `tool_schema`.
+    template is told of `tools`, schemas as of `tool_schema`. With `chat` only the template, and what the model itself wrote, has control
+    tokens: in all other messages they are text.
 
     The ids begin with exactly one BOS if the tokenizer has one: whether the template, the text or the tokenizer itself writes none, one
     or several makes no difference. Raises ConfigError for messages without `chat`, for `chat` without a template, and for
@@ -60,7 +85,8 @@ def render_prompt(
             f"none in {tokenizer.name_or_path}",
             "Set data.chat=false and write the format into data.prompt_template, or add chat_template.jinja to the tokenizer",
         )
-    messages = as_messages(prompt)
+    special = special_tokens(tokenizer)
+    messages = [message if message.get("role") == "assistant" else _without_control(message, special) for message in as_messages(prompt)]
     try:
         return str(tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False))
     except (TemplateError, TypeError, KeyError, ValueError) as error:

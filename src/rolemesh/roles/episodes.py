@@ -213,7 +213,7 @@ class EpisodeWorker(RolloutWorker):
 
 def _context(config: Config) -> int | None:
     """Most tokens that the model takes."""
-    limit = getattr(load_config(config.model), "max_position_embeddings", None)
+    limit = getattr(load_config(config.model).get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
