@@ -122,31 +122,18 @@ def ragged_parts(column: pa.ChunkedArray, kind: Kind) -> tuple[NDArray[Any], Int
     return np.concatenate(values), offsets
 
 
-def differing_rows(left: pa.ChunkedArray, right: pa.ChunkedArray, kind: Kind) -> NDArray[np.bool_]:
+def differing_rows(left: pa.ChunkedArray, right: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Mask [N] of the rows whose values differ between two columns of one type; null equals null and NaN equals NaN."""
     if left.equals(right):
         return np.zeros(len(left), dtype=np.bool_)
-    if kind in RAGGED_KINDS:
-        return _differing_lists(ragged_parts(left, kind), ragged_parts(right, kind))
-    if kind == "float":
-        nulls = left.is_null().to_numpy() != right.is_null().to_numpy()
-        return np.asarray(nulls | _differing_numbers(numpy_scalars(left, kind), numpy_scalars(right, kind)))
-    nulls = left.is_null().to_numpy() != right.is_null().to_numpy()
-    return np.asarray(nulls | pc.not_equal(left, right).fill_null(False).to_numpy())
+    pairs = zip(left.to_pylist(), right.to_pylist(), strict=True)
+    return np.array([not _same(mine, theirs) for mine, theirs in pairs], dtype=np.bool_)
 
 
-def _differing_numbers(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
-    return np.asarray((left != right) & ~(np.isnan(left) & np.isnan(right)))
-
-
-def _differing_lists(left: tuple[NDArray[Any], Ints], right: tuple[NDArray[Any], Ints]) -> NDArray[np.bool_]:
-    (left_values, left_offsets), (right_values, right_offsets) = left, right
-    left_lengths, right_lengths = np.diff(left_offsets), np.diff(right_offsets)
-    differ = np.asarray(left_lengths != right_lengths)
-    left_kept, right_kept = np.repeat(~differ, left_lengths), np.repeat(~differ, right_lengths)
-    row = np.repeat(np.arange(len(differ)), left_lengths)[left_kept]
-    differ[row[_differing_numbers(left_values[left_kept], right_values[right_kept])]] = True
-    return differ
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right or (left != left and right != right))
 
 
 def shown(column: pa.ChunkedArray, row: int) -> str:

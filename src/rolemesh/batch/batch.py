@@ -236,7 +236,7 @@ class Batch(Rows):
         return cls._of(pa.concat_tables([batch._table.select(batches[0].names) for batch in batches]))
 
     def _differing(self, other: Batch, name: str) -> NDArray[np.bool_]:
-        return arrays.differing_rows(self._table.column(name), other._table.column(name), self.kind(name))
+        return arrays.differing_rows(self._table.column(name), other._table.column(name))
 
     def _require_ragged(self, name: str) -> Kind:
         kind = self.kind(name)

@@ -40,22 +40,18 @@ EXTRA_KINDS: Final[tuple[Kind, ...]] = ("int", "float", "bool", "string")
 RAGGED_KINDS: Final[tuple[Kind, ...]] = ("tokens", "token_floats")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its Arrow kind, meaning, the role that writes it, and whether a row may lack a value (scalar kinds only).
+    """One column: its Arrow kind, the role that writes it, what it means, and whether a row may lack a value (scalar kinds only).
 
     A whole batch may lack an `optional` column; who reads it then works without it."""
 
     name: str
     kind: Kind
-    meaning: str
     producer: str
+    meaning: str
     nullable: bool = False
     optional: bool = False
-
-    @property
-    def arrow_type(self) -> pa.DataType:
-        return ARROW_TYPES[self.kind]
 
 
 def _declare(*columns: Column) -> dict[str, Column]:
@@ -63,150 +59,106 @@ def _declare(*columns: Column) -> dict[str, Column]:
 
 
 COLUMNS: Final[dict[str, Column]] = _declare(
-    Column(name="draw", kind="int", producer="data", meaning="number of the prompt in the data stream of the run, from 0, never repeated"),
-    Column(name="sample", kind="int", producer="data", meaning="number of the answer to this prompt, from 0"),
-    Column(name="source", kind="string", producer="data", meaning="data source of the prompt, for rewards and metrics by source"),
-    Column(name="prompt", kind="string", producer="data", meaning="prompt text as given to the tokenizer"),
+    Column("draw", "int", "data", "number of the prompt in the data stream of the run, from 0, never repeated"),
+    Column("sample", "int", "data", "number of the answer to this prompt, from 0"),
+    Column("source", "string", "data", "data source of the prompt, for rewards and metrics by source"),
+    Column("prompt", "string", "data", "prompt text as given to the tokenizer"),
+    Column("messages", "string", "data", "JSON of the chat messages that the prompt was made of; with `data.chat` only", optional=True),
+    Column("prompt_ids", "tokens", "data", "token ids of the prompt, exactly one BOS where the model has one"),
+    Column("answer", "string", "data", "reference answer, if the source has one", nullable=True),
+    Column("task", "string", "data", "JSON with what the verifier of the source needs beyond the answer", nullable=True),
+    Column("response_ids", "tokens", "rollout", "sampled token ids, the sampled end token included"),
+    Column("response", "string", "rollout", "text of `response_ids` without special tokens"),
     Column(
-        name="messages",
-        kind="string",
-        producer="data",
+        "rollout_logprobs",
+        "token_floats",
+        "rollout",
+        "log-probability of each sampled token in the engine, after temperature; 0 for one that a tool put in",
+    ),
+    Column(
+        "response_mask",
+        "tokens",
+        "rollout",
+        "1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
         optional=True,
-        meaning="JSON of the chat messages that the prompt was made of; with `data.chat` only",
-    ),
-    Column(name="prompt_ids", kind="tokens", producer="data", meaning="token ids of the prompt, exactly one BOS where the model has one"),
-    Column(name="answer", kind="string", producer="data", nullable=True, meaning="reference answer, if the source has one"),
-    Column(
-        name="task",
-        kind="string",
-        producer="data",
-        nullable=True,
-        meaning="JSON with what the verifier of the source needs beyond the answer",
-    ),
-    Column(name="response_ids", kind="tokens", producer="rollout", meaning="sampled token ids, the sampled end token included"),
-    Column(name="response", kind="string", producer="rollout", meaning="text of `response_ids` without special tokens"),
-    Column(
-        name="rollout_logprobs",
-        kind="token_floats",
-        producer="rollout",
-        meaning="log-probability of each sampled token in the engine, after temperature; 0 for one that a tool put in",
     ),
     Column(
-        name="response_mask",
-        kind="tokens",
-        producer="rollout",
+        "turns",
+        "string",
+        "rollout",
+        "JSON of an answer of several turns: [{role, text, tokens}, ...], by the model (`assistant`), tools and environment",
         optional=True,
-        meaning="1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
     ),
     Column(
-        name="turns",
-        kind="string",
-        producer="rollout",
-        optional=True,
-        meaning="JSON of an answer of several turns: [{role, text, tokens}, ...], by the model (`assistant`), tools and environment",
-    ),
-    Column(
-        name="environment_reward",
-        kind="float",
-        producer="rollout",
+        "environment_reward",
+        "float",
+        "rollout",
+        "sum of the rewards that the environment gave; null where it gave none",
         nullable=True,
         optional=True,
-        meaning="sum of the rewards that the environment gave; null where it gave none",
     ),
     Column(
-        name="environment_error",
-        kind="string",
-        producer="rollout",
+        "environment_error",
+        "string",
+        "rollout",
+        "what the environment failed with; the row has no reward then",
         nullable=True,
         optional=True,
-        meaning="what the environment failed with; the row has no reward then",
     ),
-    Column(name="response_length", kind="int", producer="rollout", meaning="number of sampled tokens of response_ids"),
-    Column(name="finish_reason", kind="string", producer="rollout", meaning="stop (end token), length (cut) or abort"),
+    Column("response_length", "int", "rollout", "number of sampled tokens of response_ids"),
+    Column("finish_reason", "string", "rollout", "stop (end token), length (cut) or abort"),
+    Column("weight_version", "int", "rollout", "version of the weights that sampled the row; the oldest, if several did"),
     Column(
-        name="weight_version",
-        kind="int",
-        producer="rollout",
-        meaning="version of the weights that sampled the row; the oldest, if several did",
-    ),
-    Column(
-        name="weight_spans",
-        kind="string",
-        producer="rollout",
+        "weight_spans",
+        "string",
+        "rollout",
+        "JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
         nullable=True,
         optional=True,
-        meaning="JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
     ),
-    Column(name="engine", kind="string", producer="rollout", meaning="name of the engine that sampled the row"),
+    Column("engine", "string", "rollout", "name of the engine that sampled the row"),
+    Column("reward", "float", "reward", "total reward; null when scoring failed or abstained, and then the row is masked", nullable=True),
+    Column("reward_status", "string", "reward", "ok, or why there is no reward: error, timeout, not_finite, abstained, environment"),
+    Column("ref_logprobs", "token_floats", "ref", "log-probability of each response token under the reference model, after temperature"),
     Column(
-        name="reward",
-        kind="float",
-        producer="reward",
-        nullable=True,
-        meaning="total reward; null when scoring failed or abstained, and then the row is masked",
-    ),
-    Column(
-        name="reward_status",
-        kind="string",
-        producer="reward",
-        meaning="ok, or why there is no reward: error, timeout, not_finite, abstained, environment",
+        "kl",
+        "float",
+        "ref",
+        "estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats",
     ),
     Column(
-        name="ref_logprobs",
-        kind="token_floats",
-        producer="ref",
-        meaning="log-probability of each response token under the reference model, after temperature",
+        "values",
+        "token_floats",
+        "critic",
+        "the critic's value of the state before each response token is sampled, at the start of the step",
     ),
     Column(
-        name="kl",
-        kind="float",
-        producer="ref",
-        meaning="estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats",
+        "advantages",
+        "token_floats",
+        "algorithm",
+        "advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
     ),
     Column(
-        name="values",
-        kind="token_floats",
-        producer="critic",
-        meaning="the critic's value of the state before each response token is sampled, at the start of the step",
+        "returns", "token_floats", "algorithm", "what the value of each response token should have been; 0 for tokens that are not trained"
     ),
     Column(
-        name="advantages",
-        kind="token_floats",
-        producer="algorithm",
-        meaning="advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
+        "advantage",
+        "float",
+        "algorithm",
+        "advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens",
     ),
     Column(
-        name="returns",
-        kind="token_floats",
-        producer="algorithm",
-        meaning="what the value of each response token should have been; 0 for tokens that are not trained",
+        "advantage_spread",
+        "float",
+        "algorithm",
+        "sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`",
     ),
+    Column("return_mean", "float", "algorithm", "mean of `returns` over the row's sampled tokens"),
     Column(
-        name="advantage",
-        kind="float",
-        producer="algorithm",
-        meaning="advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens",
+        "return_spread", "float", "algorithm", "sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`"
     ),
-    Column(
-        name="advantage_spread",
-        kind="float",
-        producer="algorithm",
-        meaning="sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`",
-    ),
-    Column(name="return_mean", kind="float", producer="algorithm", meaning="mean of `returns` over the row's sampled tokens"),
-    Column(
-        name="return_spread",
-        kind="float",
-        producer="algorithm",
-        meaning="sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`",
-    ),
-    Column(
-        name="token_weight",
-        kind="float",
-        producer="algorithm",
-        meaning="weight of each response token of the row in the loss of its mini-batch; 0 masks the row",
-    ),
-    Column(name="minibatch", kind="int", producer="algorithm", meaning="mini-batch of the step that the row belongs to, from 0"),
+    Column("token_weight", "float", "algorithm", "weight of each response token of the row in the loss of its mini-batch; 0 masks the row"),
+    Column("minibatch", "int", "algorithm", "mini-batch of the step that the row belongs to, from 0"),
 )
 
 
