@@ -21,14 +21,6 @@ from rolemesh.errors import BatchError
 
 Values: TypeAlias = Sequence[Any] | NDArray[Any] | pa.Array | pa.ChunkedArray
 
-_NUMPY_TYPES: dict[Kind, type[np.generic]] = {
-    "tokens": np.int32,
-    "token_floats": np.float32,
-    "int": np.int64,
-    "float": np.float64,
-    "bool": np.bool_,
-}
-
 
 def build_column(name: str, values: Values) -> pa.ChunkedArray:
     """A column of the declared type from Python or numpy values (copied) or an Arrow array (shared, Arrow memory is immutable).
@@ -103,11 +95,11 @@ def refuse_nulls(name: str, column: pa.ChunkedArray, ids: Ints) -> None:
         raise BatchError(f"column {name!r} has a null inside the list of row {describe(ids[row])}")
 
 
-def numpy_scalars(column: pa.ChunkedArray, kind: Kind) -> NDArray[Any]:
+def numpy_scalars(column: pa.ChunkedArray) -> NDArray[Any]:
     """A private, writable copy [N]; null floats become NaN. The column has no other nulls."""
-    if kind == "float":
+    if pa.types.is_floating(column.type):
         column = column.fill_null(float("nan"))
-    return np.array(column.to_numpy(), dtype=_NUMPY_TYPES[kind])
+    return np.array(column.to_numpy(), dtype=column.type.to_pandas_dtype())
 
 
 def ragged_lengths(column: pa.ChunkedArray) -> Ints:
@@ -115,9 +107,9 @@ def ragged_lengths(column: pa.ChunkedArray) -> Ints:
     return np.array(pc.list_value_length(column).to_numpy(), dtype=np.int64)
 
 
-def ragged_parts(column: pa.ChunkedArray, kind: Kind) -> tuple[NDArray[Any], Ints]:
+def ragged_parts(column: pa.ChunkedArray) -> tuple[NDArray[Any], Ints]:
     """(values [sum of lengths], offsets [N + 1] from 0) of a ragged column: private, writable copies."""
-    values = [np.empty(0, dtype=_NUMPY_TYPES[kind]), *(chunk.flatten().to_numpy() for chunk in column.chunks)]
+    values = [np.empty(0, dtype=column.type.value_type.to_pandas_dtype()), *(chunk.flatten().to_numpy() for chunk in column.chunks)]
     offsets = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(ragged_lengths(column))))
     return np.concatenate(values), offsets
 

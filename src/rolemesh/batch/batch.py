@@ -99,7 +99,7 @@ class Batch(Rows):
     @property
     def ids(self) -> Ints:
         """(draw, sample) of each row, int64 [N, 2]."""
-        return np.column_stack([arrays.numpy_scalars(self._table.column(name), "int") for name in ID])
+        return np.column_stack([arrays.numpy_scalars(self._table.column(name)) for name in ID])
 
     def lengths(self, name: str) -> Ints:
         """Lengths of the lists of a ragged column, int64 [N]."""
@@ -118,12 +118,12 @@ class Batch(Rows):
         if kind != "float" and column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise BatchError(f"{kind} column {name!r} has no value (null) in {column.null_count} row(s), first {describe(self.ids[row])}")
-        return arrays.numpy_scalars(column, kind)
+        return arrays.numpy_scalars(column)
 
     def ragged(self, name: str) -> tuple[NDArray[Any], Ints]:
         """(values [sum of lengths] int32 or float32, offsets [N + 1] int64 from 0) of a ragged column; private copies."""
-        kind = self._require_ragged(name)
-        return arrays.ragged_parts(self._table.column(name), kind)
+        self._require_ragged(name)
+        return arrays.ragged_parts(self._table.column(name))
 
     def rows(self, name: str) -> list[list[Any]]:
         """A ragged column as one Python list a row."""
@@ -238,11 +238,10 @@ class Batch(Rows):
     def _differing(self, other: Batch, name: str) -> NDArray[np.bool_]:
         return arrays.differing_rows(self._table.column(name), other._table.column(name))
 
-    def _require_ragged(self, name: str) -> Kind:
+    def _require_ragged(self, name: str) -> None:
         kind = self.kind(name)
         if kind not in RAGGED_KINDS:
             raise BatchError(f"column {name!r} holds scalars ({kind}), not lists; read it with scalars()")
-        return kind
 
 
 def _table_of(columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
