@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from math import inf
-from types import TracebackType
 from typing import Any, Final, Self
 
 from rolemesh.errors import DeadlineExceeded, LeaseExpired, ValueRefused
@@ -90,7 +89,7 @@ class KvStore:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -128,30 +127,17 @@ class KvStore:
         if written is None:
             return None
         version, foreign = written
-        late = version[0] < self._incarnation
-        self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""))
-        if foreign or late:
-            await self._confirm(version)
+        await self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""), foreign)
         return version
-
-    async def _confirm(self, version: Version) -> None:
-        """This client remembers what it wrote: whose key it was before may forget it, and a store that restarted meanwhile is told."""
-        with suppress(DeadlineExceeded):  # a store that is away for so long is told all facts anyhow
-            await self._ask("heard", expected=version)
 
     async def get(self, key: str, deadline: float) -> Any:
         """The value of a key, waiting in the store until there is one. Raises DeadlineExceeded saying what there is instead."""
         now = asyncio.get_running_loop().time
-        started, looks = now(), 0
-        ends = started + deadline
-        while True:
-            subject = f"key {key!r} of {self.namespace}"
-            look: Look = await self._ask("get", since=started, ends=ends, waits=True, subject=subject, key=key, looks=looks)
-            looks = look.looks
-            if look.entry is not None:
-                return look.entry.value
-            if now() >= ends:
-                raise DeadlineExceeded(waiter=self.owner, subject=subject, seconds=now() - started, last_report=_instead(look))
+        started, subject = now(), f"key {key!r} of {self.namespace}"
+        look: Look = await self._ask("get", ends=started + deadline, waits=True, subject=subject, key=key)
+        if look.entry is None:
+            raise DeadlineExceeded(waiter=self.owner, subject=subject, seconds=now() - started, last_report=_instead(look))
+        return look.entry.value
 
     async def look(self, key: str) -> KvEntry | None:
         """A key as it is now, with version and owner; None if it is absent."""
@@ -165,12 +151,7 @@ class KvStore:
         if deleted is None:
             return False
         version, foreign = deleted
-        late = version[0] < self._incarnation
-        if foreign or late:
-            until = asyncio.get_running_loop().time() + TOMBSTONE_SECONDS
-            self._tombstones.append((until, self._fact(key, None, version, deleted=True)))
-            self._tell_again(version)
-            await self._confirm(version)
+        await self._remember(self._fact(key, None, version, deleted=True), foreign)
         return True
 
     async def list(self, prefix: str = "") -> dict[str, Any]:
@@ -218,17 +199,21 @@ class KvStore:
             group=self.group, generation=self.generation, lease=lease, deleted=deleted,
         )  # fmt: skip
 
-    def _remember(self, fact: Fact) -> None:
-        place = fact.namespace, fact.key
-        if place not in self._facts or self._facts[place].version < fact.version:
+    async def _remember(self, fact: Fact, foreign: bool) -> None:
+        """What this client wrote is there to be told after a restart, and now, if it was written before one and answered after it. Then
+        whose key it was before, if it was somebody else's, may forget it."""
+        place, late = (fact.namespace, fact.key), fact.version[0] < self._incarnation
+        if fact.deleted:
+            if foreign or late:
+                self._tombstones.append((asyncio.get_running_loop().time() + TOMBSTONE_SECONDS, fact))
+        elif place not in self._facts or self._facts[place].version < fact.version:
             self._facts[place] = fact
-        self._tell_again(fact.version)
-
-    def _tell_again(self, version: Version) -> None:
-        """A fact of this version is there to be told after a restart, and now, if it was written before one and answered after it."""
-        if version[0] < self._incarnation:
+        if late:
             self._incarnation = 0
         self._keep_facts()
+        if foreign or late:
+            with suppress(DeadlineExceeded):  # a store that is away for so long is told all facts anyhow
+                await self._ask("heard", expected=fact.version)
 
     def _keep_facts(self) -> None:
         """Stay in touch with the store from the first fact on, to tell all facts again as soon as it has restarted."""
@@ -282,19 +267,18 @@ class KvStore:
         self,
         do: Operation,
         *,
-        since: float | None = None,
         ends: float | None = None,
         waits: bool = False,
         subject: str = "",
         **fields: Any,
     ) -> Any:
-        """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most, and
-        `since` is when the caller began.
+        """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most;
+        a read goes on so until the key is there.
 
         Raises the server's error, or DeadlineExceeded when the store is away for so long.
         """
         now = asyncio.get_running_loop().time
-        started, pause = now() if since is None else since, PAUSES[0]
+        started, pause = now(), PAUSES[0]
         ends = started + self._answer_seconds if ends is None else ends
         request = self._request(do, **fields)
         while True:
@@ -312,10 +296,13 @@ class KvStore:
                 await asyncio.sleep(min(pause, max(ends - now(), 0.001)))
                 pause = min(2 * pause, PAUSES[1])
                 continue
-            if answer is not None:
-                if answer.error is not None:
-                    raise answer.error
+            if answer is None:
+                continue
+            if answer.error is not None:
+                raise answer.error
+            if not (waits and isinstance(answer.value, Look) and answer.value.entry is None and now() < ends):
                 return answer.value
+            request = replace(request, looks=answer.value.looks)
 
     async def _ask_once(self, request: StoreRequest, deadline: float) -> StoreAnswer | None:
         """None when the store was a stranger, who knows the facts now and has to be asked again."""
@@ -356,7 +343,7 @@ class KvLease:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
