@@ -16,7 +16,7 @@ import copy
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -32,7 +32,6 @@ from rolemesh.protocols.store import (
     KvEntry,
     Look,
     Operation,
-    StoreAnswer,
     StoreGone,
     StoreLink,
     StoreRequest,
@@ -53,7 +52,7 @@ VALUE_BYTES: Final = 65_536
 PLAIN: Final = "made of None, bool, int, float, str, bytes, list, tuple and dict with keys of str"
 
 
-class KvStore:
+class KvStore(AbstractAsyncContextManager["KvStore"]):
     """One client. `owner` names it in messages and statistics; `group` and `generation` are those of the group that it speaks for."""
 
     def __init__(
@@ -85,9 +84,6 @@ class KvStore:
     ) -> Self:
         """Start the store of a run, on that node or else beside the controller; its backend's `close` ends it."""
         return cls(await backend.start_store(run, deadline, node), owner=owner)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
@@ -236,7 +232,7 @@ class KvStore:
     async def _meet(self, incarnation: int) -> None:
         """Tell the facts to a store that began a new life, before anything else is asked of it."""
         async with self._meeting:
-            if self._incarnation == incarnation:
+            if self._incarnation >= incarnation:  # somebody has introduced us meanwhile
                 return
             facts = (*self._facts.values(), *(fact for _, fact in self._tombstones))
             leases = {lease.id: lease.seconds for lease in self._leases.values()}
@@ -263,15 +259,7 @@ class KvStore:
             **told,
         )
 
-    async def _ask(
-        self,
-        do: Operation,
-        *,
-        ends: float | None = None,
-        waits: bool = False,
-        subject: str = "",
-        **fields: Any,
-    ) -> Any:
+    async def _ask(self, do: Operation, *, ends: float | None = None, waits: bool = False, subject: str = "", **fields: Any) -> Any:
         """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most;
         a read goes on so until the key is there.
 
@@ -287,7 +275,11 @@ class KvStore:
                 request = replace(request, seconds=min(patience, SLICE_SECONDS), patience=patience, waited=now() - started)
             silence = request.seconds + GRACE_SECONDS if waits else min(self._answer_seconds, SLICE_SECONDS)
             try:
-                answer = await self._ask_once(request, silence)
+                asked = self._incarnation
+                answer = await self.link.ask(replace(request, incarnation=asked), silence)
+                if answer.incarnation != asked:  # a stranger: it knows the facts after this, and is asked again
+                    await self._meet(answer.incarnation)
+                    continue
             except StoreGone as gone:
                 if now() >= ends:
                     subject = subject or f"the store of {self.link.run} to answer {do} {request.key}".rstrip()
@@ -296,26 +288,14 @@ class KvStore:
                 await asyncio.sleep(min(pause, max(ends - now(), 0.001)))
                 pause = min(2 * pause, PAUSES[1])
                 continue
-            if answer is None:
-                continue
             if answer.error is not None:
                 raise answer.error
             if not (waits and isinstance(answer.value, Look) and answer.value.entry is None and now() < ends):
                 return answer.value
             request = replace(request, looks=answer.value.looks)
 
-    async def _ask_once(self, request: StoreRequest, deadline: float) -> StoreAnswer | None:
-        """None when the store was a stranger, who knows the facts now and has to be asked again."""
-        asked = self._incarnation
-        answer = await self.link.ask(replace(request, incarnation=asked), deadline)
-        if answer.incarnation == asked:
-            return answer
-        if answer.incarnation > self._incarnation:  # else somebody has introduced us meanwhile
-            await self._meet(answer.incarnation)
-        return None
 
-
-class KvLease:
+class KvLease(AbstractAsyncContextManager["KvLease"]):
     """Kept alive by its store client until `close`. `expired` when the store has given it up, and its keys with it."""
 
     def __init__(self, store: KvStore, identity: str, seconds: float) -> None:
@@ -339,9 +319,6 @@ class KvLease:
             self._store._forget_lease(self.id)
             with suppress(DeadlineExceeded):  # a store that is away for so long forgets the lease by itself
                 await self._store._ask("release", lease=self.id)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
@@ -378,7 +355,8 @@ class KvWatch:
 
     def _take(self, changes: Changes) -> None:
         if changes.whole and changes.cursor[0] == self._cursor[0]:
-            self._coming.extend(self._vanished(changes))
+            gone = self._seen.keys() - {change.key for change in changes.items}  # deleted too long ago for the store to know
+            self._coming += [KvChange(key=key, kind="deleted", value=None, version=self._seen.pop(key), owner="") for key in sorted(gone)]
         self._cursor = changes.cursor
         for change in changes.items:
             if change.version > self._seen.get(change.key, (0, 0)):
@@ -387,11 +365,6 @@ class KvWatch:
                 self._seen[change.key] = change.version
             else:
                 self._seen.pop(change.key, None)
-
-    def _vanished(self, changes: Changes) -> list[KvChange]:
-        """Keys that were deleted too long ago for the store to know."""
-        gone = self._seen.keys() - {change.key for change in changes.items}
-        return [KvChange(key=key, kind="deleted", value=None, version=self._seen.pop(key), owner="") for key in sorted(gone)]
 
 
 def _instead(look: Look) -> str:
