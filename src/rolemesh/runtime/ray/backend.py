@@ -38,7 +38,7 @@ from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_node
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
 from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
-from rolemesh.runtime.ray.waiting import first_lines, import_failure, plain, within
+from rolemesh.runtime.ray.waiting import first_lines, import_failure, in_time, within
 
 T = TypeVar("T")
 LOG_TAIL_LINES = 20
@@ -283,11 +283,9 @@ class RayBackend:
 
     async def _settle(self, ref: Any, deadline: float, subject: str, process: Process) -> Any:
         try:
-            return await within(deadline, ref)
+            return await in_time(deadline, ref, subject)
         except RayError as error:
             raise _failed(process, error) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline) from error
 
     async def kill(self, process: Process) -> None:
         ray.kill(process.handle, no_restart=True)
@@ -304,11 +302,9 @@ class RayBackend:
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         try:
-            return list(await within(deadline, asyncio.gather(*map(plain, refs))))
+            return list(await in_time(deadline, asyncio.gather(*refs), f"{len(refs)} stored values"))
         except RayError as error:
             raise DataLost(waiter="the controller", cause=first_lines(_cause(error))) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
 def _tell(answered: OnAnswer, process: Process, reply: Any, found: list[Any] | Exception) -> None:

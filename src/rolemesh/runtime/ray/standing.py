@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rolemesh.errors import DeadlineExceeded
-from rolemesh.runtime.ray.waiting import within
+from rolemesh.runtime.ray.waiting import in_time
 
 T = TypeVar("T")
 NAMESPACE = "rolemesh"
@@ -56,7 +55,7 @@ async def reserved(prefix: str) -> dict[str, list[Reserved]]:
                 found.setdefault(pool, []).append(Reserved(group=group, shares=shares, nodes=nodes))
         return found
 
-    return await _ask(ask, "Ray's list of placement groups")
+    return await in_time(ASK_SECONDS, asyncio.to_thread(ask), "Ray's list of placement groups")
 
 
 def find_group(name: str) -> PlacementGroup | None:
@@ -78,7 +77,7 @@ async def processes(pool: str) -> dict[int, list[tuple[int, Any]]]:
                 found.setdefault(int(match[1]), []).append((int(match[2]), actor))
         return {bundle: sorted(actors, key=lambda numbered: numbered[0]) for bundle, actors in found.items()}
 
-    return await _ask(ask, "Ray's list of actors")
+    return await in_time(ASK_SECONDS, asyncio.to_thread(ask), "Ray's list of actors")
 
 
 def find_actor(name: str) -> Any | None:
@@ -99,10 +98,3 @@ async def named(create: Callable[[], T], ends: float) -> T:
             if time.monotonic() >= ends:
                 raise TimeoutError(str(error)) from error
             await asyncio.sleep(0.05)
-
-
-async def _ask(ask: Callable[[], T], subject: str) -> T:
-    try:
-        return await within(ASK_SECONDS, asyncio.to_thread(ask))
-    except TimeoutError as error:
-        raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=ASK_SECONDS) from error
