@@ -139,22 +139,13 @@ def first_cause(called: Called, group: str, method: str) -> RolemeshError:
         elif isinstance(answer, Exception):
             raise answer
         elif answer.failure is not None:
-            failures.append((answer.failure.at, _worker_error(called.processes[rank], answer.failure, group, rank, method)))
+            failures.append((answer.failure.at, worker_error(called.processes[rank], answer.failure, group, rank, method)))
     return min(failures, key=lambda found: (not isinstance(found[1], WorkerDied), found[0]))[1]
 
 
-def _worker_error(process: Process, failure: Failure, group: str, rank: int, method: str) -> WorkerError:
-    error = WorkerError(
-        group=group,
-        rank=rank,
-        node=process.node,
-        pid=process.pid,
-        method=method,
-        original_type=failure.type,
-        original_message=failure.message,
-        original_traceback=failure.traceback,
-        log_path=process.spec.log_path,
-    )
+def worker_error(process: Process, failure: Failure, group: str, rank: int, method: str) -> WorkerError:
+    where: dict[str, Any] = {"group": group, "rank": rank, "method": method}
+    error = process.error(WorkerError, failure.type, failure.message, original_traceback=failure.traceback, **where)
     error.__cause__ = failure.error
     return error
 

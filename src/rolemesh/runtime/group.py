@@ -25,7 +25,7 @@ from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together
+from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together, worker_error
 from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
@@ -160,7 +160,9 @@ class WorkerGroup:
         spec = WorkerSpec(
             group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
         )
-        await self.pool.backend.add_worker(process, spec, deadline)
+        failure = await self.pool.backend.add_worker(process, spec, deadline)
+        if failure is not None:
+            raise worker_error(process, failure, self.name, rank, "__init__")
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         there = self.pool.bundles

@@ -14,12 +14,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied
+from rolemesh.errors import DeadlineExceeded, Problem, ResourceError
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, Report, WorkerSpec, taken
+from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, Report, WorkerSpec, taken
 from rolemesh.runtime.faults import Faults
 from rolemesh.runtime.host import Answered, ProcessHost
-from rolemesh.runtime.local import ROUNDING, Held, LocalBackend
+from rolemesh.runtime.local import ROUNDING, Held, LocalBackend, died
 from rolemesh.runtime.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -147,9 +147,10 @@ class SimulatedBackend(LocalBackend):
         self._running[spec.name] = _Process(host)
         return Process(spec=spec, node=node, address=node, pid=self._pids, created=self.time(), handle=host)
 
-    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
-        await super().add_worker(process, spec, deadline)
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> Failure | None:
+        failure = await super().add_worker(process, spec, deadline)
         self._running[process.spec.name].ranks[spec.group] = spec.context.rank
+        return failure
 
     async def kill(self, process: Process) -> None:
         if self._hosts.get(process.spec.name) is process.handle:
@@ -164,7 +165,7 @@ class SimulatedBackend(LocalBackend):
         if ended.running is not None:
             ended.running.cancel()
         for work in ended.queue:
-            work.answered(_died(process, how))
+            work.answered(died(process, how))
 
     async def close(self) -> None:
         for process in self._running.values():
@@ -179,7 +180,7 @@ class SimulatedBackend(LocalBackend):
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         work = _Work(call, blocks, answered)
         if self._hosts.get(process.spec.name) is not process.handle:
-            answered(_died(process, "is gone"))
+            answered(died(process, "is gone"))
         else:
             running = self._running[process.spec.name]
             running.queue.append(work)
@@ -245,10 +246,3 @@ def _since(began: float, answered: Answered) -> Answered:
     """The method took no time by itself: its call began when the process took it up."""
     reply, written = answered
     return reply._replace(started=began), written
-
-
-def _died(process: Process, how: str) -> WorkerDied:
-    return WorkerDied(
-        group="", rank=-1, node=process.node, pid=process.pid, method="", original_type="Killed",
-        original_message=f"process {process.spec.name} {how}", log_path=process.spec.log_path,
-    )  # fmt: skip

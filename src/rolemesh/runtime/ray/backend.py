@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
+from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
@@ -253,15 +253,10 @@ class RayBackend:
             raise
         return replace(starting, address=address, pid=pid, created=created)
 
-    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
-        rank = spec.context.rank
-        failure = await self._settle(process.handle.add_worker.remote(spec), deadline, f"{spec.group} rank {rank} to be made", process)
-        if failure is not None:
-            raise WorkerError(
-                group=spec.group, rank=rank, node=process.node, pid=process.pid, method="__init__",
-                original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
-                log_path=process.spec.log_path,
-            ) from failure.error  # fmt: skip
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> Failure | None:
+        subject = f"{spec.group} rank {spec.context.rank} to be made"
+        failure: Failure | None = await self._settle(process.handle.add_worker.remote(spec), deadline, subject, process)
+        return failure
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         numbers = others = None
@@ -347,19 +342,12 @@ def _failed(process: Process, error: RayError) -> RolemeshError:
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
     if missing := import_failure(process.node, cause):
-        return _worker_error(WorkerError, process, "ModuleNotFoundError", missing, original_traceback=str(error))
+        return process.error(WorkerError, "ModuleNotFoundError", missing, original_traceback=str(error))
     if not isinstance(error, GONE):
-        return _worker_error(WorkerError, process, type(cause).__name__, str(cause), original_traceback=str(error))
+        return process.error(WorkerError, type(cause).__name__, str(cause), original_traceback=str(error))
     reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died"
     message = f"process {process.spec.name} {reason}: {first_lines(error)}"
-    return _worker_error(WorkerDied, process, type(error).__name__, message, log_tail=_tail(process.spec.log_path))
-
-
-def _worker_error(kind: type[WorkerError], process: Process, original: str, message: str, **more: str) -> WorkerError:
-    return kind(
-        group="", rank=-1, node=process.node, pid=process.pid, method="", original_type=original, original_message=message,
-        log_path=process.spec.log_path, **more,
-    )  # fmt: skip
+    return process.error(WorkerDied, type(error).__name__, message, log_tail=_tail(process.spec.log_path))
 
 
 def _cause(error: RayError) -> Exception:
