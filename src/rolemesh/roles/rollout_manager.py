@@ -183,7 +183,7 @@ class RolloutManager(WorkerGroup):
 
     def _alone(self, replica: Replica) -> bool:
         """Its processes are the rollout's alone."""
-        return all(self.pool.tenants(self.bundles[rank]) == {self.name} for rank in replica.ranks)
+        return all(pool.tenants(place) == {self.name} for pool, place in (self._places[rank] for rank in replica.ranks))
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 

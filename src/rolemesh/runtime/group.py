@@ -49,14 +49,6 @@ class Deadlines:
     control: float = 10.0
 
 
-def _observe_nothing(record: CallRecord) -> None:
-    """Default observer."""
-
-
-def _tell_nobody(text: str) -> None:
-    """Default for `tell`."""
-
-
 async def _moved_nowhere() -> None:
     """Default for `moved`."""
 
@@ -82,8 +74,8 @@ class WorkerGroup:
     run_dir: str = ""
     store: StoreLink | None = None
     """The way to the run's KV store, for workers that use it."""
-    observer: Callable[[CallRecord], None] = _observe_nothing
-    tell: Callable[[str], None] = _tell_nobody
+    observer: Callable[[CallRecord], None] = lambda record: None
+    tell: Callable[[str], None] = lambda text: None
     """Hears what the group does of its own accord, and what a user should know."""
     moved: Callable[[], Awaitable[None]] = _moved_nowhere
     """Called after a rank has got another process."""
@@ -91,6 +83,8 @@ class WorkerGroup:
     _joined: bool = field(default=False, init=False)
     """The ranks have a communicator that was not cut."""
     _methods: dict[str, Settled] = field(init=False)
+    _places: list[tuple[Pool, int]] = field(init=False)
+    """Pool and place of each rank."""
     _found: set[int] = field(default_factory=set, init=False)
     """Ranks whose worker was found as it would be made, and loaded."""
 
@@ -98,6 +92,8 @@ class WorkerGroup:
         if self.journal is not None:
             self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
         self._check_places()
+        places = self.pool.places
+        self._places = [places[bundle] for bundle in self.bundles]
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -132,7 +128,8 @@ class WorkerGroup:
         return [self._process(rank) for rank in range(self.world_size)]
 
     def _process(self, rank: int) -> Process:
-        process = self.pool.latest(self.bundles[rank])
+        pool, place = self._places[rank]
+        process = pool.latest(place)
         if process is None:
             raise RuntimeError(f"{self.name} rank {rank} has no process yet: await group.create() first")
         return process
@@ -141,19 +138,21 @@ class WorkerGroup:
         """Start the processes and make the workers in them. In processes that the pool took over, workers stay that are as they would be
         made, loaded and in order. Raises DeadlineExceeded, ResourceError or the worker's own error."""
         await together(self._create(rank, deadline) for rank in range(self.world_size))
-        for rank, bundle in enumerate(self.bundles):
-            self.pool.move_in(bundle, self.name, partial(self._restore, rank))
+        for rank, (pool, place) in enumerate(self._places):
+            pool.move_in(place, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
+        pool, place = self._places[rank]
         try:
-            await self._make(rank, await self.pool.process(self.bundles[rank], deadline), deadline)
+            await self._make(rank, await pool.process(place, deadline), deadline)
         except WorkerError as error:
             raise named(error, self.name, rank, "__init__") from error.__cause__
 
     async def _make(self, rank: int, process: Process, deadline: float) -> None:
         context = self._context(rank, process)
         make = make_of(self.worker_class, context, self.worker_kwargs)
-        found = self.pool.resident(self.bundles[rank], self.name)
+        pool, place = self._places[rank]
+        found = pool.resident(place, self.name)
         if found is not None and found.whole and make and found.make == make:
             self._found.add(rank)
             return
@@ -222,7 +221,8 @@ class WorkerGroup:
 
         Each of these groups that has a communicator needs `rejoin` afterwards.
         """
-        await self.pool.replace(self.bundles[rank], deadline)
+        pool, place = self._places[rank]
+        await pool.replace(place, deadline)
 
     async def _restore(self, rank: int, deadline: float) -> None:
         self._joined = False
@@ -379,9 +379,9 @@ class WorkerGroup:
     async def unready(self) -> str:
         """For a group that is being created or initialised: which ranks have no process yet, and what the others compute; empty when
         nothing is under way."""
-        places = [self.pool.latest(bundle) for bundle in self.bundles]
-        missing = [str(rank) for rank, process in enumerate(places) if process is None]
-        started = [rank for rank, process in enumerate(places) if process is not None]
+        processes = [pool.latest(place) for pool, place in self._places]
+        missing = [str(rank) for rank, process in enumerate(processes) if process is None]
+        started = [rank for rank, process in enumerate(processes) if process is not None]
         reports = await asyncio.gather(*(self._control(rank, "report") for rank in started), return_exceptions=True)
         told = [f"rank {', '.join(missing)} has not started"] if missing else []
         for rank, report in zip(started, reports, strict=True):
