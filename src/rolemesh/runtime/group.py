@@ -344,7 +344,7 @@ class WorkerGroup:
                 await called.settled()
         if (replies := called.replies()) is not None:
             return replies
-        late = [] if called.failed else called.late_ranks()
+        late = [] if called.failed else called.late
         expired = await self._expired(late, method, deadline) if late else None
         await self._unwind(called)
         raise expired or first_cause(called, self.name, method)

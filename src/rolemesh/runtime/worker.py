@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from rolemesh.observe import Metrics, SpanRecorder
@@ -138,19 +138,6 @@ class WorkerContext:
         return replace(self, master_address=rendezvous.address, master_port=rendezvous.port, generation=rendezvous.generation)
 
 
-@dataclass(slots=True)
-class Peers:
-    """The other workers of the same process, by group name: how a hybrid engine reaches its trainer."""
-
-    workers: Mapping[str, Worker] = field(default_factory=dict)
-
-    def __getitem__(self, group: str) -> Worker:
-        return self.workers[group]
-
-    def __contains__(self, group: str) -> bool:
-        return group in self.workers
-
-
 class Worker:
     """Base class of everything a worker group holds.
 
@@ -165,7 +152,8 @@ class Worker:
         self.context = context
         self.metrics = Metrics()
         self.spans = SpanRecorder(context.process, context.group)
-        self.peers = Peers()
+        self.peers: Mapping[str, Worker] = {}
+        """The workers of the same process, by group name: how a hybrid engine reaches its trainer."""
         self.communicator: Communicator | None = None
         self._kv: BlockingKvStore | None = None
 
