@@ -178,7 +178,7 @@ class RolloutManager(WorkerGroup):
             for rank in replica.ranks:
                 await self.replace(rank, self.worker_kwargs["config"].deadlines.create)
             return True
-        reports = [report for rank, report in enumerate(await self.reports()) if rank in replica.ranks]
+        reports = await self.reports(replica.ranks)
         return all(isinstance(report, Report) and report.state == "idle" for report in reports)
 
     def _alone(self, replica: Replica) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,30 +191,18 @@ class WorkerGroup:
             await self.rejoin(retries)
 
     async def _load(self, rank: int, retries: int) -> None:
-        for attempt in range(retries + 1):
-            try:
-                await self.call("load", ranks=(rank,), deadline=self.deadlines.load)
-                return
-            except WorkerDied:
-                raise
-            except WorkerError:
-                if attempt == retries:
-                    raise
+        await _retried(partial(self.call, "load", ranks=(rank,), deadline=self.deadlines.load), retries, WorkerError)
 
     async def rejoin(self, retries: int = 1) -> None:
         """Form the communicator anew under a new generation, for example after a rank was replaced."""
-        for attempt in range(retries + 1):
-            self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
-            try:
-                rendezvous = await self.call("open_rendezvous", self.generation, self.deadlines.join, deadline=self.deadlines.join)
-                await self.call("join", rendezvous, self.deadlines.join, self.deadlines.call, deadline=self.deadlines.join * 2)
-                self._joined = True
-                return
-            except WorkerDied:
-                raise
-            except RolemeshError:
-                if attempt == retries:
-                    raise
+        await _retried(self._meet, retries, RolemeshError)
+
+    async def _meet(self) -> None:
+        self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
+        within = self.deadlines.join
+        rendezvous = await self.call("open_rendezvous", self.generation, within, deadline=within)
+        await self.call("join", rendezvous, within, self.deadlines.call, deadline=within * 2)
+        self._joined = True
 
     async def replace(self, rank: int, deadline: float = 60.0) -> None:
         """Kill a rank's process and start a new one in its place, with the workers of all groups in it created and loaded.
@@ -363,16 +351,16 @@ class WorkerGroup:
         return await self.pool.backend.control(self._process(rank), request, self.deadlines.control, **kwargs)
 
     async def _expired(self, late: Sequence[int], method: str, deadline: float) -> DeadlineExceeded:
-        reports = await asyncio.gather(*(self._control(rank, "report", stack=True) for rank in late), return_exceptions=True)
+        reports = await self.reports(late, stack=True)
         told = "; ".join(f"rank {rank}: {tell(report)}" for rank, report in zip(late, reports, strict=True))
         subject = f"{self.name}.{method}() on rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return DeadlineExceeded(
             waiter="the controller", subject=subject, seconds=deadline, last_report=told, group=self.name, ranks=tuple(late)
         )
 
-    async def reports(self, *, stack: bool = False) -> list[Report | BaseException]:
-        """What every rank's control thread says, in rank order; an exception where it does not answer."""
-        asked = (self._control(rank, "report", stack=stack) for rank in range(self.world_size))
+    async def reports(self, ranks: Iterable[int] | None = None, *, stack: bool = False) -> list[Report | BaseException]:
+        """What every rank's control thread says, in rank order, or that of these ranks; an exception where it does not answer."""
+        asked = (self._control(rank, "report", stack=stack) for rank in (range(self.world_size) if ranks is None else ranks))
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
         return found
 
@@ -382,7 +370,7 @@ class WorkerGroup:
         processes = [pool.latest(place) for pool, place in self._places]
         missing = [str(rank) for rank, process in enumerate(processes) if process is None]
         started = [rank for rank, process in enumerate(processes) if process is not None]
-        reports = await asyncio.gather(*(self._control(rank, "report") for rank in started), return_exceptions=True)
+        reports = await self.reports(started)
         told = [f"rank {', '.join(missing)} has not started"] if missing else []
         for rank, report in zip(started, reports, strict=True):
             if isinstance(report, BaseException) or report.call:
@@ -395,3 +383,14 @@ class WorkerGroup:
             self._joined = False
             aborts = (self._control(rank, "abort", group=self.name) for rank in range(self.world_size))
             await asyncio.gather(*aborts, return_exceptions=True)
+
+
+async def _retried(attempt: Callable[[], Awaitable[Any]], retries: int, failure: type[RolemeshError]) -> None:
+    """A death is not tried again: the process has to be replaced first."""
+    for left in reversed(range(retries + 1)):
+        try:
+            await attempt()
+            return
+        except failure as error:
+            if isinstance(error, WorkerDied) or not left:
+                raise

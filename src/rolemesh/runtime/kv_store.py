@@ -79,11 +79,9 @@ class KvStore(AbstractAsyncContextManager["KvStore"]):
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, backend: Backend, run: str, *, owner: str = "controller", deadline: float = 60.0, node: NodeInfo | None = None
-    ) -> Self:
+    async def start(cls, backend: Backend, run: str, *, deadline: float = 60.0, node: NodeInfo | None = None) -> Self:
         """Start the store of a run, on that node or else beside the controller; its backend's `close` ends it."""
-        return cls(await backend.start_store(run, deadline, node), owner=owner)
+        return cls(await backend.start_store(run, deadline, node), owner="controller")
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
