@@ -158,17 +158,15 @@ class RayBackend:
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
         if name in self._pools:
             raise taken(name)
-        pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
+        pool = self._pools[name] = ReservedPool(bundles, nodes)
         self._kept.discard(name)
         ends = self.time() + deadline
         try:
-            for node in sorted({bundle.node for bundle in bundles}):
-                shares, homes = pool.layout(node)
+            for node, shares in pool.shares.items():
                 selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(shares)
                 pool.groups[node] = placement_group(
                     shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
                 )
-                pool.homes.update(homes)
             waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
             problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
         except BaseException:
@@ -185,15 +183,12 @@ class RayBackend:
 
     async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
         there = (await reserved(name)).get(name, [])
-        pool = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
-        touched = {bundle.node for bundle in bundles}
-        for node in touched:
-            shares, homes = pool.layout(node)
+        pool = ReservedPool(bundles, nodes)
+        for node, shares in pool.shares.items():
             standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_ID], shares)), None)
             if standing is not None:
                 pool.groups[node] = standing
-                pool.homes.update(homes)
-        if not touched or len(there) != len(touched) or pool.groups.keys() != touched:
+        if not pool.shares or len(there) != len(pool.shares) or pool.groups.keys() != pool.shares.keys():
             _remove(there)
             return None
         self._pools[name] = pool
