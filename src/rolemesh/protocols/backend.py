@@ -65,7 +65,7 @@ class Process:
 
     def error(self, kind: type[WorkerError], original_type: str, original_message: str, **more: Any) -> WorkerError:
         """What went wrong in it. Where nothing more is given, the group that called fills in its name, rank and method."""
-        told = {"group": "", "rank": -1, "method": "", "log_path": self.spec.log_path} | more
+        told: dict[str, Any] = {"group": "", "rank": -1, "method": "", "log_path": self.spec.log_path} | more
         return kind(node=self.node, pid=self.pid, original_type=original_type, original_message=original_message, **told)
 
 

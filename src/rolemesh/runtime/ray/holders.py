@@ -27,7 +27,7 @@ class Holdings:
     pending: tuple[str, ...] = ()
     """Groups that wait for room, in words."""
 
-    def on(self, node: str) -> dict[str, dict[str, float]]:
+    def on(self, node: str) -> Mapping[str, Mapping[str, float]]:
         """Amounts by resource of each holder on a node."""
         found: dict[str, Counter[str]] = {}
         for holder, amounts in self.parts.get(node, ()):

@@ -71,7 +71,7 @@ def shortage(name: str, pool: ReservedPool, waiting: Sequence[int], now: Invento
         wanted: Counter[str] = Counter()
         for bundle in pool.bundles:
             if bundle.node == index:
-                wanted.update({"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources})  # type: ignore[dict-item]  # floats too
+                wanted.update({"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources})
         node = nodes.get(pool.nodes[index].labels.get(NODE_ID))
         problems.append(
             Problem(
