@@ -7,8 +7,9 @@ restarts actors nor retries tasks for us. A pool or a call that does not come to
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
-from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
+from rolemesh.runtime.ray.standing import NAMESPACE, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
 from rolemesh.runtime.ray.waiting import first_lines, import_failure, in_time, within
 
@@ -80,8 +81,8 @@ class RayBackend:
         if detached and run is None:
             raise ConfigError.one("run", "is needed for what is detached", "none", "Name it; whoever takes over gives the same name")
         self._cluster = RayCluster(
-            address,
-            run=run,
+            known=address,
+            run=run or f"program-{secrets.token_hex(6)}",
             time_to_live=self._time_to_live,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
@@ -189,12 +190,13 @@ class RayBackend:
             if standing is not None:
                 pool.groups[node] = standing
         if not pool.shares or len(there) != len(pool.shares) or pool.groups.keys() != pool.shares.keys():
-            _remove(there)
+            for found in there:
+                remove_placement_group(found.group)
             return None
         self._pools[name] = pool
         self._kept.discard(name)
-        found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
-        return [process for process in found if process is not None]
+        living = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
+        return [process for process in living if process is not None]
 
     async def _living(self, numbered: Sequence[tuple[int, Any]], deadline: float) -> Process | None:
         """The newest process of a bundle, unless it does not answer. The others are killed."""
@@ -215,8 +217,8 @@ class RayBackend:
 
     async def give_back(self, keep: Collection[str]) -> None:
         for name, groups in (await reserved(self.prefix)).items():
-            if name not in keep:
-                _remove(groups)
+            for found in groups if name not in keep else ():
+                remove_placement_group(found.group)  # Ray ends what runs in it
 
     # -- processes ------------------------------------------------------------------------------------------------------------
 
@@ -313,12 +315,6 @@ def _unsent(process: Process, call: Call, error: Exception) -> BatchError:
     told = BatchError(f"{call.group}.{call.method}(): the arguments for process {process.spec.name} cannot be sent: {found}")
     told.__cause__ = error
     return told
-
-
-def _remove(groups: Iterable[Reserved]) -> None:
-    """Ray ends what runs in them."""
-    for found in groups:
-        remove_placement_group(found.group)
 
 
 async def _placed(group: PlacementGroup, seconds: float) -> bool:

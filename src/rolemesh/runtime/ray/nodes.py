@@ -49,7 +49,10 @@ def _node_info(node: Mapping[str, Any], alone: bool, free: Mapping[str, float], 
     key, total = node["NodeID"], node["Resources"]
     others = [name for name in total if name not in OWN_RESOURCES and not name.startswith(OWN_MARKS)]
     left = {name: free.get(name, 0.0) for name in ("CPU", "GPU", *others)}
-    holders = {name: _named(amounts, left) for name, amounts in holdings.on(key).items()}
+    holders = {
+        holder: {name: amount for name, amount in amounts.items() if name in left and amount > SLACK}
+        for holder, amounts in holdings.on(key).items()
+    }
     rest = {name: total.get(name, 0.0) - left[name] - sum(held.get(name, 0.0) for held in holders.values()) for name in left}
     if rest := {name: amount for name, amount in rest.items() if amount > SLACK}:
         holders["others"] = rest
@@ -72,10 +75,6 @@ def _node_info(node: Mapping[str, Any], alone: bool, free: Mapping[str, float], 
         free_resources={name: left[name] for name in others},
         holders={name: held for name, held in holders.items() if held},
     )
-
-
-def _named(amounts: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
-    return {name: amount for name, amount in amounts.items() if name in names and amount > SLACK}
 
 
 async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
