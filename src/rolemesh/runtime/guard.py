@@ -116,11 +116,7 @@ class ResourceGuard:
             self._serve(ledger)
 
     def _serve(self, ledger: Ledger) -> None:
-        """Give what is free to those in front, in order, until one does not fit."""
-        while ledger.queue and (places := ledger.queue[0].wish.pick(ledger.room())) is not None:
-            request = ledger.queue.popleft()
-            lease = Lease(self, ledger, request, places, self._backend.time())
-            ledger.leases.append(lease)
+        for request, lease in ledger.serve(self, self._backend.time()):
             request.served.set_result(lease)
 
     def _give_back(self, lease: Lease, places: tuple[int, ...]) -> None:
@@ -197,7 +193,7 @@ class ResourceGuard:
             raise _never(ledger, wish, who)
 
     def _refuse_deadlock(self, ledger: Ledger, request: Request) -> None:
-        ring = waits_for_ever(request, list(self._ledgers()))
+        ring = waits_for_ever(request, self._pools.values(), self)
         if ring:
             self._withdraw(ledger, request)
             raise Deadlock(who=request.who, wanted=ledger.describe(request.wish), cycle=ring)

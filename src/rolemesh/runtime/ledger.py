@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rolemesh.runtime.guard import ResourceGuard
@@ -83,13 +83,6 @@ class Request:
     served: asyncio.Future[Lease]
 
 
-class Held(Protocol):
-    """A share of some places."""
-
-    share: Fraction
-    places: tuple[int, ...]
-
-
 @dataclass(eq=False, slots=True)
 class Ledger:
     """Places that are given out: those of a pool, or those of a lease, for lending."""
@@ -102,14 +95,23 @@ class Ledger:
     leases: list[Lease] = field(default_factory=list)
     queue: deque[Request] = field(default_factory=deque)
 
-    def room(self, leases: Iterable[Held] | None = None) -> dict[int, Fraction]:
+    def room(self) -> dict[int, Fraction]:
         """What is free at each place; a lender's that is leaving lends no more."""
         room = dict(self.budget)
-        for lease in self.leases if leases is None else leases:
+        for lease in self.leases:
             for place in lease.places:
                 if place in room:
                     room[place] -= lease.share
         return room
+
+    def serve(self, guard: ResourceGuard, now: float) -> list[tuple[Request, Lease]]:
+        """Give what is free to those in front, in order, until one does not fit."""
+        served = []
+        while self.queue and (places := self.queue[0].wish.pick(self.room())) is not None:
+            request = self.queue.popleft()
+            self.leases.append(Lease(guard, self, request, places, now))
+            served.append((request, self.leases[-1]))
+        return served
 
     @property
     def lender_name(self) -> str:
