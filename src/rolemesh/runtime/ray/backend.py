@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
-from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
+from rolemesh.plan.schema import NODE_ID, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
@@ -142,14 +142,9 @@ class RayBackend:
 
     # -- resources ------------------------------------------------------------------------------------------------------------
 
-    async def inventory(self) -> Inventory:
-        return await find_inventory()
-
-    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
-        return await probe_nodes(inventory, nodes, deadline)
-
-    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
-        await request_nodes(wanted)
+    inventory = staticmethod(find_inventory)
+    probe = staticmethod(probe_nodes)
+    ask_for = staticmethod(request_nodes)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         alive = {info.labels.get(NODE_ID): info.name for info in (await find_inventory()).nodes}
@@ -289,8 +284,7 @@ class RayBackend:
 
     # -- values ---------------------------------------------------------------------------------------------------------------
 
-    def put(self, value: Any) -> Any:
-        return ray.put(value)
+    put = staticmethod(ray.put)
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         try:
