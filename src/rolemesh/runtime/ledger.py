@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Self
 
+from rolemesh.errors import ResourceError
+
 if TYPE_CHECKING:
     from rolemesh.runtime.guard import ResourceGuard
 
@@ -50,6 +52,11 @@ class PoolStatus:
     time: float
     holders: tuple[Holding, ...]
     waiting: tuple[Waiting, ...]
+
+
+def exact(amount: float) -> Fraction:
+    """Sums of shares must be exact: three times a third is a whole, and nothing is ever over budget by a rounding."""
+    return Fraction(amount).limit_denominator(1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,15 @@ class Ledger:
             served.append((request, self.leases[-1]))
         return served
 
+    def wish(self, amount: float, slots: Sequence[int] | None, share: float | None) -> Wish:
+        if not self.counted:
+            return Wish(count=1, share=exact(amount))
+        among = tuple(sorted(set(slots))) if slots is not None else None
+        count = len(among) if among is not None else amount
+        if count != int(count):
+            raise ResourceError.one(f"pool {self.name}", "a whole number of slots", f"{amount:g}", "Give share=... for a part of a slot")
+        return Wish(count=int(count), share=exact(1 if share is None else share), among=among)
+
     @property
     def lender_name(self) -> str:
         return self.lender.who if self.lender else ""
@@ -165,8 +181,8 @@ class Lease:
     ) -> Lease:
         """Hand some of it to somebody else, who gives it back to this lease; waits for other borrowers. See `ResourceGuard.acquire`."""
         self.lending.budget = {place: self.share for place in self.places if place not in self.leaving}
-        share = float(self.share) if self.ledger.counted else None
-        return await self._guard._acquire(self.lending, amount, who=who, deadline=deadline, slots=slots, share=share, hold=hold)
+        wish = self.lending.wish(amount, slots, float(self.share))
+        return await self._guard._acquire(self.lending, wish, who, deadline, hold)
 
     def __enter__(self) -> Self:
         return self
