@@ -7,8 +7,8 @@ in a run, `sample` numbers the answers to that prompt. Rows are joined by this i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import pyarrow as pa
@@ -42,123 +42,94 @@ RAGGED_KINDS: Final[tuple[Kind, ...]] = ("tokens", "token_floats")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its Arrow kind, the role that writes it, what it means, and whether a row may lack a value (scalar kinds only).
+    """One column: its Arrow kind, what it means, whether a row may lack a value (scalar kinds only), and the role that writes it.
 
     A whole batch may lack an `optional` column; who reads it then works without it."""
 
-    name: str
     kind: Kind
-    producer: str
     meaning: str
     nullable: bool = False
     optional: bool = False
+    name: str = ""
+    producer: str = ""
 
 
-def _declare(*columns: Column) -> dict[str, Column]:
-    return {column.name: column for column in columns}
+def _declare(**written: Mapping[str, Column]) -> dict[str, Column]:
+    """Columns by name, from those that each role writes."""
+    named = ((role, name, column) for role, columns in written.items() for name, column in columns.items())
+    return {name: replace(column, name=name, producer=role) for role, name, column in named}
 
 
 COLUMNS: Final[dict[str, Column]] = _declare(
-    Column("draw", "int", "data", "number of the prompt in the data stream of the run, from 0, never repeated"),
-    Column("sample", "int", "data", "number of the answer to this prompt, from 0"),
-    Column("source", "string", "data", "data source of the prompt, for rewards and metrics by source"),
-    Column("prompt", "string", "data", "prompt text as given to the tokenizer"),
-    Column("messages", "string", "data", "JSON of the chat messages that the prompt was made of; with `data.chat` only", optional=True),
-    Column("prompt_ids", "tokens", "data", "token ids of the prompt, exactly one BOS where the model has one"),
-    Column("answer", "string", "data", "reference answer, if the source has one", nullable=True),
-    Column("task", "string", "data", "JSON with what the verifier of the source needs beyond the answer", nullable=True),
-    Column("response_ids", "tokens", "rollout", "sampled token ids, the sampled end token included"),
-    Column("response", "string", "rollout", "text of `response_ids` without special tokens"),
-    Column(
-        "rollout_logprobs",
-        "token_floats",
-        "rollout",
-        "log-probability of each sampled token in the engine, after temperature; 0 for one that a tool put in",
-    ),
-    Column(
-        "response_mask",
-        "tokens",
-        "rollout",
-        "1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
-        optional=True,
-    ),
-    Column(
-        "turns",
-        "string",
-        "rollout",
-        "JSON of an answer of several turns: [{role, text, tokens}, ...], by the model (`assistant`), tools and environment",
-        optional=True,
-    ),
-    Column(
-        "environment_reward",
-        "float",
-        "rollout",
-        "sum of the rewards that the environment gave; null where it gave none",
-        nullable=True,
-        optional=True,
-    ),
-    Column(
-        "environment_error",
-        "string",
-        "rollout",
-        "what the environment failed with; the row has no reward then",
-        nullable=True,
-        optional=True,
-    ),
-    Column("response_length", "int", "rollout", "number of sampled tokens of response_ids"),
-    Column("finish_reason", "string", "rollout", "stop (end token), length (cut) or abort"),
-    Column("weight_version", "int", "rollout", "version of the weights that sampled the row; the oldest, if several did"),
-    Column(
-        "weight_spans",
-        "string",
-        "rollout",
-        "JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
-        nullable=True,
-        optional=True,
-    ),
-    Column("engine", "string", "rollout", "name of the engine that sampled the row"),
-    Column("reward", "float", "reward", "total reward; null when scoring failed or abstained, and then the row is masked", nullable=True),
-    Column("reward_status", "string", "reward", "ok, or why there is no reward: error, timeout, not_finite, abstained, environment"),
-    Column("ref_logprobs", "token_floats", "ref", "log-probability of each response token under the reference model, after temperature"),
-    Column(
-        "kl",
-        "float",
-        "ref",
-        "estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats",
-    ),
-    Column(
-        "values",
-        "token_floats",
-        "critic",
-        "the critic's value of the state before each response token is sampled, at the start of the step",
-    ),
-    Column(
-        "advantages",
-        "token_floats",
-        "algorithm",
-        "advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
-    ),
-    Column(
-        "returns", "token_floats", "algorithm", "what the value of each response token should have been; 0 for tokens that are not trained"
-    ),
-    Column(
-        "advantage",
-        "float",
-        "algorithm",
-        "advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens",
-    ),
-    Column(
-        "advantage_spread",
-        "float",
-        "algorithm",
-        "sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`",
-    ),
-    Column("return_mean", "float", "algorithm", "mean of `returns` over the row's sampled tokens"),
-    Column(
-        "return_spread", "float", "algorithm", "sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`"
-    ),
-    Column("token_weight", "float", "algorithm", "weight of each response token of the row in the loss of its mini-batch; 0 masks the row"),
-    Column("minibatch", "int", "algorithm", "mini-batch of the step that the row belongs to, from 0"),
+    data={
+        "draw": Column("int", "number of the prompt in the data stream of the run, from 0, never repeated"),
+        "sample": Column("int", "number of the answer to this prompt, from 0"),
+        "source": Column("string", "data source of the prompt, for rewards and metrics by source"),
+        "prompt": Column("string", "prompt text as given to the tokenizer"),
+        "messages": Column("string", "JSON of the chat messages that the prompt was made of; with `data.chat` only", optional=True),
+        "prompt_ids": Column("tokens", "token ids of the prompt, exactly one BOS where the model has one"),
+        "answer": Column("string", "reference answer, if the source has one", nullable=True),
+        "task": Column("string", "JSON with what the verifier of the source needs beyond the answer", nullable=True),
+    },
+    rollout={
+        "response_ids": Column("tokens", "sampled token ids, the sampled end token included"),
+        "response": Column("string", "text of `response_ids` without special tokens"),
+        "rollout_logprobs": Column(
+            "token_floats", "log-probability of each sampled token in the engine, after temperature; 0 for one that a tool put in"
+        ),
+        "response_mask": Column(
+            "tokens",
+            "1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
+            optional=True,
+        ),
+        "turns": Column(
+            "string",
+            "JSON of an answer of several turns: [{role, text, tokens}, ...], by the model (`assistant`), tools and environment",
+            optional=True,
+        ),
+        "environment_reward": Column(
+            "float", "sum of the rewards that the environment gave; null where it gave none", nullable=True, optional=True
+        ),
+        "environment_error": Column("string", "what the environment failed with; the row has no reward then", nullable=True, optional=True),
+        "response_length": Column("int", "number of sampled tokens of response_ids"),
+        "finish_reason": Column("string", "stop (end token), length (cut) or abort"),
+        "weight_version": Column("int", "version of the weights that sampled the row; the oldest, if several did"),
+        "weight_spans": Column(
+            "string",
+            "JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
+            nullable=True,
+            optional=True,
+        ),
+        "engine": Column("string", "name of the engine that sampled the row"),
+    },
+    reward={
+        "reward": Column("float", "total reward; null when scoring failed or abstained, and then the row is masked", nullable=True),
+        "reward_status": Column("string", "ok, or why there is no reward: error, timeout, not_finite, abstained, environment"),
+    },
+    ref={
+        "ref_logprobs": Column("token_floats", "log-probability of each response token under the reference model, after temperature"),
+        "kl": Column(
+            "float", "estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats"
+        ),
+    },
+    critic={
+        "values": Column("token_floats", "the critic's value of the state before each response token is sampled, at the start of the step"),
+    },
+    algorithm={
+        "advantages": Column(
+            "token_floats",
+            "advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
+        ),
+        "returns": Column("token_floats", "what the value of each response token should have been; 0 for tokens that are not trained"),
+        "advantage": Column(
+            "float", "advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens"
+        ),
+        "advantage_spread": Column("float", "sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`"),
+        "return_mean": Column("float", "mean of `returns` over the row's sampled tokens"),
+        "return_spread": Column("float", "sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`"),
+        "token_weight": Column("float", "weight of each response token of the row in the loss of its mini-batch; 0 masks the row"),
+        "minibatch": Column("int", "mini-batch of the step that the row belongs to, from 0"),
+    },
 )
 
 
