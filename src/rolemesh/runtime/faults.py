@@ -16,17 +16,15 @@ FaultKind = Literal["death", "hang", "slow", "lost_reply"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault to happen for certain: in the `nth` call (from 1) of a method on a rank of a group. Empty and None match all."""
+    """One fault to happen for certain: in the `nth` call (from 1) of a method on a rank. Empty and None match all."""
 
     kind: FaultKind
-    group: str = ""
     method: str = ""
     rank: int | None = None
     nth: int = 1
 
     def meets(self, call: Call, rank: int) -> bool:
-        same_call = (self.group or call.group, self.method or call.method) == (call.group, call.method)
-        return same_call and (self.rank is None or self.rank == rank)
+        return self.method in ("", call.method) and self.rank in (None, rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,22 +144,18 @@ class WorkerGroup:
     async def _create(self, rank: int, deadline: float) -> None:
         pool, place = self._places[rank]
         try:
-            await self._make(rank, await pool.process(place, deadline), deadline)
+            process = await pool.process(place, deadline)
+            context = self._context(rank, process)
+            make = make_of(self.worker_class, context, self.worker_kwargs)
+            found = pool.resident(place, self.name)
+            if found is not None and found.whole and make and found.make == make:
+                self._found.add(rank)
+                return
+            kwargs, epoch = self.worker_kwargs, self.epoch
+            spec = WorkerSpec(group=self.name, worker_class=self.worker_class, context=context, kwargs=kwargs, epoch=epoch, make=make)
+            failure = await pool.backend.add_worker(process, spec, deadline)
         except WorkerError as error:
             raise named(error, self.name, rank, "__init__") from error.__cause__
-
-    async def _make(self, rank: int, process: Process, deadline: float) -> None:
-        context = self._context(rank, process)
-        make = make_of(self.worker_class, context, self.worker_kwargs)
-        pool, place = self._places[rank]
-        found = pool.resident(place, self.name)
-        if found is not None and found.whole and make and found.make == make:
-            self._found.add(rank)
-            return
-        spec = WorkerSpec(
-            group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
-        )
-        failure = await self.pool.backend.add_worker(process, spec, deadline)
         if failure is not None:
             raise worker_error(process, failure, self.name, rank, "__init__")
 

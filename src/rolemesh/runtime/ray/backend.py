@@ -29,7 +29,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DataLost, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
 from rolemesh.plan.schema import NODE_ID, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
@@ -232,10 +232,7 @@ class RayBackend:
             resources=shares,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
-        try:
-            actor = await named(lambda: host.remote(spec, node.name, self._time_to_live), ends)
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
+        actor = await named(spec.name, lambda: host.remote(spec, node.name, self._time_to_live), deadline)
         starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
         try:
             subject = f"process {spec.name} to start"

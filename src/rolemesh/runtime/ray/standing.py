@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from rolemesh.errors import DeadlineExceeded
 from rolemesh.runtime.ray.waiting import in_time
 
 T = TypeVar("T")
@@ -88,13 +89,13 @@ def find_actor(name: str) -> Any | None:
         return None
 
 
-async def named(create: Callable[[], T], ends: float) -> T:
-    """Create an actor as soon as the one of this name before has left it, which takes Ray a moment after a death. Raises TimeoutError at
-    `ends` on the monotonic clock."""
+async def named(name: str, create: Callable[[], T], deadline: float) -> T:
+    """Create the actor of this name as soon as the one before has left it, which takes Ray a moment after a death."""
+    ends = time.monotonic() + deadline
     while True:
         try:
             return create()
         except ValueError as error:
             if time.monotonic() >= ends:
-                raise TimeoutError(str(error)) from error
+                raise DeadlineExceeded(waiter="the controller", subject=f"the name {name} to be free", seconds=deadline) from error
             await asyncio.sleep(0.05)

@@ -126,7 +126,7 @@ class RayStoreLink:
             name=self._name, namespace=NAMESPACE, lifetime=self._lifetime, scheduling_strategy=here
         )
         try:
-            self._owned = self._actor = await named(lambda: store.remote(self._life), ends)
+            self._owned = self._actor = await named(self._name, lambda: store.remote(self._life), deadline)
             await within(max(ends - time.monotonic(), 0.01), self._own(self._owned))
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
