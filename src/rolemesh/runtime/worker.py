@@ -170,8 +170,7 @@ class Worker:
         self.context = context = self.context.joined(rendezvous)
         self.communicator = Communicator(
             rendezvous, rank=context.rank, world_size=context.world_size, address=context.address, device=context.device,
-            owner=context.group,
-            tensor_parallel=context.tensor_parallel,
+            owner=context.group, tensor_parallel=context.tensor_parallel,
         )  # fmt: skip  # from here on `abort` can cut it
         store = getattr(self, "_store", None) if context.rank == 0 else None
         self.communicator.form(deadline=deadline, timeout=timeout, store=store)
