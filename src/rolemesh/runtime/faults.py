@@ -23,9 +23,6 @@ class Fault:
     rank: int | None = None
     nth: int = 1
 
-    def meets(self, call: Call, rank: int) -> bool:
-        return self.method in ("", call.method) and self.rank in (None, rank)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
@@ -42,7 +39,7 @@ class Faults:
     def strike(self, call: Call, rank: int, nth: int) -> FaultKind | None:
         """The fault of the `nth` call of this method on this rank, if any. Depends on nothing else, so neither on order nor on time."""
         for fault in self.script:
-            if fault.nth == nth and fault.meets(call, rank):
+            if fault.nth == nth and fault.method in ("", call.method) and fault.rank in (None, rank):
                 return fault.kind
         if self.methods and call.method not in self.methods:
             return None
