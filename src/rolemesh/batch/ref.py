@@ -65,8 +65,7 @@ class BatchRef(Rows):
         ids = np.concatenate([meta.ids for _, meta in blocks])
         if not first.columns:
             return cls(ids, ())
-        names = tuple(first.columns)
-        stored = [Block(ref, names, len(meta.ids), meta.nbytes) for ref, meta in blocks]
+        stored = [Block(ref, len(meta.ids), meta.nbytes) for ref, meta in blocks]
         tokens = {name: np.concatenate([meta.tokens[name] for _, meta in blocks]) for name in first.tokens}
         return cls(ids, (Layer.of_blocks(first.columns, stored, tokens),))
 
