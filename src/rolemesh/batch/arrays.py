@@ -21,14 +21,6 @@ from rolemesh.errors import BatchError
 
 Values: TypeAlias = Sequence[Any] | NDArray[Any] | pa.Array | pa.ChunkedArray
 
-_NUMPY_TYPES: dict[Kind, type[np.generic]] = {
-    "tokens": np.int32,
-    "token_floats": np.float32,
-    "int": np.int64,
-    "float": np.float64,
-    "bool": np.bool_,
-}
-
 
 def build_column(name: str, values: Values) -> pa.ChunkedArray:
     """A column of the declared type from Python or numpy values (copied) or an Arrow array (shared, Arrow memory is immutable).
@@ -103,11 +95,11 @@ def refuse_nulls(name: str, column: pa.ChunkedArray, ids: Ints) -> None:
         raise BatchError(f"column {name!r} has a null inside the list of row {describe(ids[row])}")
 
 
-def numpy_scalars(column: pa.ChunkedArray, kind: Kind) -> NDArray[Any]:
+def numpy_scalars(column: pa.ChunkedArray) -> NDArray[Any]:
     """A private, writable copy [N]; null floats become NaN. The column has no other nulls."""
-    if kind == "float":
+    if pa.types.is_floating(column.type):
         column = column.fill_null(float("nan"))
-    return np.array(column.to_numpy(), dtype=_NUMPY_TYPES[kind])
+    return np.array(column.to_numpy(), dtype=column.type.to_pandas_dtype())
 
 
 def ragged_lengths(column: pa.ChunkedArray) -> Ints:
@@ -115,38 +107,25 @@ def ragged_lengths(column: pa.ChunkedArray) -> Ints:
     return np.array(pc.list_value_length(column).to_numpy(), dtype=np.int64)
 
 
-def ragged_parts(column: pa.ChunkedArray, kind: Kind) -> tuple[NDArray[Any], Ints]:
+def ragged_parts(column: pa.ChunkedArray) -> tuple[NDArray[Any], Ints]:
     """(values [sum of lengths], offsets [N + 1] from 0) of a ragged column: private, writable copies."""
-    values = [np.empty(0, dtype=_NUMPY_TYPES[kind]), *(chunk.flatten().to_numpy() for chunk in column.chunks)]
+    values = [np.empty(0, dtype=column.type.value_type.to_pandas_dtype()), *(chunk.flatten().to_numpy() for chunk in column.chunks)]
     offsets = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(ragged_lengths(column))))
     return np.concatenate(values), offsets
 
 
-def differing_rows(left: pa.ChunkedArray, right: pa.ChunkedArray, kind: Kind) -> NDArray[np.bool_]:
+def differing_rows(left: pa.ChunkedArray, right: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Mask [N] of the rows whose values differ between two columns of one type; null equals null and NaN equals NaN."""
     if left.equals(right):
         return np.zeros(len(left), dtype=np.bool_)
-    if kind in RAGGED_KINDS:
-        return _differing_lists(ragged_parts(left, kind), ragged_parts(right, kind))
-    if kind == "float":
-        nulls = left.is_null().to_numpy() != right.is_null().to_numpy()
-        return np.asarray(nulls | _differing_numbers(numpy_scalars(left, kind), numpy_scalars(right, kind)))
-    nulls = left.is_null().to_numpy() != right.is_null().to_numpy()
-    return np.asarray(nulls | pc.not_equal(left, right).fill_null(False).to_numpy())
+    pairs = zip(left.to_pylist(), right.to_pylist(), strict=True)
+    return np.array([not _same(mine, theirs) for mine, theirs in pairs], dtype=np.bool_)
 
 
-def _differing_numbers(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
-    return np.asarray((left != right) & ~(np.isnan(left) & np.isnan(right)))
-
-
-def _differing_lists(left: tuple[NDArray[Any], Ints], right: tuple[NDArray[Any], Ints]) -> NDArray[np.bool_]:
-    (left_values, left_offsets), (right_values, right_offsets) = left, right
-    left_lengths, right_lengths = np.diff(left_offsets), np.diff(right_offsets)
-    differ = np.asarray(left_lengths != right_lengths)
-    left_kept, right_kept = np.repeat(~differ, left_lengths), np.repeat(~differ, right_lengths)
-    row = np.repeat(np.arange(len(differ)), left_lengths)[left_kept]
-    differ[row[_differing_numbers(left_values[left_kept], right_values[right_kept])]] = True
-    return differ
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right or (left != left and right != right))
 
 
 def shown(column: pa.ChunkedArray, row: int) -> str:

@@ -76,7 +76,7 @@ def _columns_of(piece: Piece, tables: Sequence[pa.Table], ids: Ints) -> dict[str
     whole = pa.concat_tables([tables[position].select(names) for position in piece.objects])
     starts = np.cumsum([0, *(tables[position].num_rows for position in piece.objects[:-1])])
     part = take_rows(whole, starts[piece.block_of_row] + piece.row_in_block)
-    wrong = np.flatnonzero(numpy_scalars(part.column("draw"), "int") != ids[:, 0])
+    wrong = np.flatnonzero(numpy_scalars(part.column("draw")) != ids[:, 0])
     if len(wrong):
         raise BatchError(f"the objects given are not those of the assembly: row {describe(ids[wrong[0]])} holds another draw")
     return {name: part.column(name) for name in piece.columns}

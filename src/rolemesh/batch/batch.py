@@ -17,24 +17,12 @@ from numpy.typing import NDArray
 
 from rolemesh.batch import arrays
 from rolemesh.batch.arrays import Values
-from rolemesh.batch.balance import balance
-from rolemesh.batch.columns import ARROW_TYPES, COUNTED, ID, RAGGED_KINDS, Kind, kind_of, missing_columns
-from rolemesh.batch.rows import (
-    Indices,
-    Ints,
-    checked_indices,
-    checked_span,
-    describe,
-    match_rows,
-    repeated,
-    row_counts,
-    sorted_order,
-    spans,
-)
+from rolemesh.batch.columns import ID, RAGGED_KINDS, Kind, kind_of
+from rolemesh.batch.rows import Ints, Rows, describe, match_rows, refuse_ids
 from rolemesh.errors import BatchError
 
 
-class Batch:
+class Batch(Rows):
     """Immutable rows of declared columns (`columns.COLUMNS`) and of a user's own `extra/...` scalars, on an Arrow table.
 
     Every batch has the id columns `draw` and `sample`, which stand first. Every method returns a new batch; slices, selections and
@@ -90,9 +78,6 @@ class Batch:
     def num_rows(self) -> int:
         return int(self._table.num_rows)
 
-    def __len__(self) -> int:
-        return self.num_rows
-
     def __repr__(self) -> str:
         return f"Batch({self.num_rows} rows: {', '.join(self.names)})"
 
@@ -114,16 +99,7 @@ class Batch:
     @property
     def ids(self) -> Ints:
         """(draw, sample) of each row, int64 [N, 2]."""
-        return np.column_stack([arrays.numpy_scalars(self._table.column(name), "int") for name in ID])
-
-    @property
-    def token_counts(self) -> Ints:
-        """Tokens of each row, int64 [N]: lengths of prompt_ids and response_ids, of those that are there (none: zeros)."""
-        counts = np.zeros(self.num_rows, dtype=np.int64)
-        for name in COUNTED:
-            if name in self.names:
-                counts += self.lengths(name)
-        return counts
+        return np.column_stack([arrays.numpy_scalars(self._table.column(name)) for name in ID])
 
     def lengths(self, name: str) -> Ints:
         """Lengths of the lists of a ragged column, int64 [N]."""
@@ -142,12 +118,12 @@ class Batch:
         if kind != "float" and column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise BatchError(f"{kind} column {name!r} has no value (null) in {column.null_count} row(s), first {describe(self.ids[row])}")
-        return arrays.numpy_scalars(column, kind)
+        return arrays.numpy_scalars(column)
 
     def ragged(self, name: str) -> tuple[NDArray[Any], Ints]:
         """(values [sum of lengths] int32 or float32, offsets [N + 1] int64 from 0) of a ragged column; private copies."""
-        kind = self._require_ragged(name)
-        return arrays.ragged_parts(self._table.column(name), kind)
+        self._require_ragged(name)
+        return arrays.ragged_parts(self._table.column(name))
 
     def rows(self, name: str) -> list[list[Any]]:
         """A ragged column as one Python list a row."""
@@ -167,13 +143,6 @@ class Batch:
         wanted = list(dict.fromkeys((*ID, *names)))
         self._require(wanted)
         return self._trusted({name: self._table.column(name) for name in wanted})
-
-    def drop(self, names: Iterable[str]) -> Self:
-        """All columns but these. Raises BatchError for a missing column and for an id."""
-        dropped = set(names)
-        self._require(dropped)
-        refuse_ids(dropped, "dropped")
-        return self.select(name for name in self.names if name not in dropped)
 
     def with_columns(self, columns: Mapping[str, Values]) -> Self:
         """These columns added, or in place of those of the same name. Ids cannot be replaced. Raises BatchError."""
@@ -218,46 +187,6 @@ class Batch:
                 f"{arrays.shown(self._table.column(name), row)} on the left and {arrays.shown(other._table.column(name), row)} on the right"
             )
 
-    # -- rows ---------------------------------------------------------------------------------------------------------------
-
-    def take(self, indices: Indices) -> Self:
-        """Rows by position, in the given order. Raises BatchError for masks, negative positions and those beyond the end."""
-        return self._take(checked_indices(indices, self.num_rows))
-
-    def slice(self, start: int, length: int) -> Self:
-        """`length` neighbouring rows from `start`, sharing memory. Raises BatchError when they do not all exist."""
-        checked_span(start, length, self.num_rows)
-        return self._of(self._table.slice(start, length))
-
-    @classmethod
-    def concat(cls, batches: Sequence[Batch]) -> Self:
-        """The rows of all batches, which must have the same columns (in any order). Raises BatchError."""
-        if not batches:
-            raise BatchError("cannot concatenate no batches: the columns would be unknown")
-        first = batches[0]
-        for number, batch in enumerate(batches):
-            refuse_other_columns(first.kinds(), batch.kinds(), number)
-        return cls._of(pa.concat_tables([batch._table.select(first.names) for batch in batches]))
-
-    def repeat(self, n: int) -> Self:
-        """Every row n times in a row, `sample` numbered 0..n-1. Raises BatchError when a prompt (draw) has several rows already."""
-        positions, ids = repeated(self.ids, n)
-        numbered = {"sample": pa.chunked_array([pa.array(ids[:, 1].copy())])}
-        return self._trusted(self._take(positions)._columns() | numbered)
-
-    def split_rows(self, n: int) -> list[Self]:
-        """n runs of neighbouring rows: 10 over 4 -> 3, 3, 2, 2. With fewer rows than n the last parts are empty."""
-        return [self.slice(start, length) for start, length in spans(self.num_rows, n)]
-
-    def split_tokens(self, n: int, counts: Indices | NDArray[np.float64] | None = None) -> list[Self]:
-        """n parts of about equal token counts (`balance`), rows in their order within a part. `counts` [N] replaces token_counts."""
-        weights = self.token_counts if counts is None else row_counts(counts, self.num_rows)
-        return [self._take(part) for part in balance(weights, n)]
-
-    def sort_by_id(self) -> Self:
-        """Rows in the order of draw, then sample."""
-        return self._take(sorted_order(self.ids))
-
     # -- storage ------------------------------------------------------------------------------------------------------------
 
     def compact(self) -> Self:
@@ -296,19 +225,23 @@ class Batch:
     def _take(self, indices: Ints) -> Self:
         return self._of(arrays.take_rows(self._table, indices))
 
+    def _runs(self, spans: Sequence[tuple[int, int]]) -> list[Self]:
+        return [self._of(self._table.slice(start, length)) for start, length in spans]
+
+    def _numbered(self, ids: Ints) -> Self:
+        return self._trusted(self._columns() | {"sample": pa.chunked_array([pa.array(ids[:, 1].copy())])})
+
+    @classmethod
+    def _concat(cls, batches: Sequence[Self]) -> Self:
+        return cls._of(pa.concat_tables([batch._table.select(batches[0].names) for batch in batches]))
+
     def _differing(self, other: Batch, name: str) -> NDArray[np.bool_]:
-        return arrays.differing_rows(self._table.column(name), other._table.column(name), self.kind(name))
+        return arrays.differing_rows(self._table.column(name), other._table.column(name))
 
-    def _require(self, names: Iterable[str]) -> None:
-        missing = [name for name in names if name not in self.names]
-        if missing:
-            raise missing_columns(missing, self.names)
-
-    def _require_ragged(self, name: str) -> Kind:
+    def _require_ragged(self, name: str) -> None:
         kind = self.kind(name)
         if kind not in RAGGED_KINDS:
             raise BatchError(f"column {name!r} holds scalars ({kind}), not lists; read it with scalars()")
-        return kind
 
 
 def _table_of(columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
@@ -319,25 +252,3 @@ def _table_of(columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
 
 def _from_ipc(cls: type[Batch], buffer: pa.Buffer) -> Batch:
     return cls._of(arrays.from_ipc(buffer))
-
-
-def refuse_ids(names: Iterable[str], verb: str) -> None:
-    """Raise BatchError when an id is among the names."""
-    ids = [name for name in names if name in ID]
-    if ids:
-        raise BatchError(f"id column {ids[0]!r} cannot be {verb}: rows are known by their ids")
-
-
-def refuse_other_columns(first: Mapping[str, Kind], part: Mapping[str, Kind], number: int) -> None:
-    """Raise BatchError when part `number` of a concatenation has other columns, or other kinds, than the first part."""
-    if part == first:
-        return
-    lacking, unexpected = [name for name in first if name not in part], [name for name in part if name not in first]
-    if lacking or unexpected:
-        found = [f"lacks {', '.join(lacking)}"] * bool(lacking) + [f"has {', '.join(unexpected)} that the first lacks"] * bool(unexpected)
-        raise BatchError(f"cannot concatenate: part {number} {' and '.join(found)}")
-    for name, kind in part.items():
-        if kind != first[name]:
-            raise BatchError(
-                f"cannot concatenate: column {name!r} is {ARROW_TYPES[first[name]]} in part 0 and {ARROW_TYPES[kind]} in part {number}"
-            )

@@ -7,8 +7,8 @@ in a run, `sample` numbers the answers to that prompt. Rows are joined by this i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import pyarrow as pa
@@ -40,173 +40,96 @@ EXTRA_KINDS: Final[tuple[Kind, ...]] = ("int", "float", "bool", "string")
 RAGGED_KINDS: Final[tuple[Kind, ...]] = ("tokens", "token_floats")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its Arrow kind, meaning, the role that writes it, and whether a row may lack a value (scalar kinds only).
+    """One column: its Arrow kind, what it means, whether a row may lack a value (scalar kinds only), and the role that writes it.
 
     A whole batch may lack an `optional` column; who reads it then works without it."""
 
-    name: str
     kind: Kind
     meaning: str
-    producer: str
     nullable: bool = False
     optional: bool = False
-
-    @property
-    def arrow_type(self) -> pa.DataType:
-        return ARROW_TYPES[self.kind]
+    name: str = ""
+    producer: str = ""
 
 
-def _declare(*columns: Column) -> dict[str, Column]:
-    return {column.name: column for column in columns}
+def _declare(**written: Mapping[str, Column]) -> dict[str, Column]:
+    """Columns by name, from those that each role writes."""
+    named = ((role, name, column) for role, columns in written.items() for name, column in columns.items())
+    return {name: replace(column, name=name, producer=role) for role, name, column in named}
 
 
 COLUMNS: Final[dict[str, Column]] = _declare(
-    Column(name="draw", kind="int", producer="data", meaning="number of the prompt in the data stream of the run, from 0, never repeated"),
-    Column(name="sample", kind="int", producer="data", meaning="number of the answer to this prompt, from 0"),
-    Column(name="source", kind="string", producer="data", meaning="data source of the prompt, for rewards and metrics by source"),
-    Column(name="prompt", kind="string", producer="data", meaning="prompt text as given to the tokenizer"),
-    Column(
-        name="messages",
-        kind="string",
-        producer="data",
-        optional=True,
-        meaning="JSON of the chat messages that the prompt was made of; with `data.chat` only",
-    ),
-    Column(name="prompt_ids", kind="tokens", producer="data", meaning="token ids of the prompt, exactly one BOS where the model has one"),
-    Column(name="answer", kind="string", producer="data", nullable=True, meaning="reference answer, if the source has one"),
-    Column(
-        name="task",
-        kind="string",
-        producer="data",
-        nullable=True,
-        meaning="JSON with what the verifier of the source needs beyond the answer",
-    ),
-    Column(name="response_ids", kind="tokens", producer="rollout", meaning="sampled token ids, the sampled end token included"),
-    Column(name="response", kind="string", producer="rollout", meaning="text of `response_ids` without special tokens"),
-    Column(
-        name="rollout_logprobs",
-        kind="token_floats",
-        producer="rollout",
-        meaning="log-probability of each sampled token in the engine, after temperature; 0 for one that a tool put in",
-    ),
-    Column(
-        name="response_mask",
-        kind="tokens",
-        producer="rollout",
-        optional=True,
-        meaning="1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
-    ),
-    Column(
-        name="turns",
-        kind="string",
-        producer="rollout",
-        optional=True,
-        meaning="JSON of an answer of several turns: [{role, text, tokens}, ...], by the model (`assistant`), tools and environment",
-    ),
-    Column(
-        name="environment_reward",
-        kind="float",
-        producer="rollout",
-        nullable=True,
-        optional=True,
-        meaning="sum of the rewards that the environment gave; null where it gave none",
-    ),
-    Column(
-        name="environment_error",
-        kind="string",
-        producer="rollout",
-        nullable=True,
-        optional=True,
-        meaning="what the environment failed with; the row has no reward then",
-    ),
-    Column(name="response_length", kind="int", producer="rollout", meaning="number of sampled tokens of response_ids"),
-    Column(name="finish_reason", kind="string", producer="rollout", meaning="stop (end token), length (cut) or abort"),
-    Column(
-        name="weight_version",
-        kind="int",
-        producer="rollout",
-        meaning="version of the weights that sampled the row; the oldest, if several did",
-    ),
-    Column(
-        name="weight_spans",
-        kind="string",
-        producer="rollout",
-        nullable=True,
-        optional=True,
-        meaning="JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
-    ),
-    Column(name="engine", kind="string", producer="rollout", meaning="name of the engine that sampled the row"),
-    Column(
-        name="reward",
-        kind="float",
-        producer="reward",
-        nullable=True,
-        meaning="total reward; null when scoring failed or abstained, and then the row is masked",
-    ),
-    Column(
-        name="reward_status",
-        kind="string",
-        producer="reward",
-        meaning="ok, or why there is no reward: error, timeout, not_finite, abstained, environment",
-    ),
-    Column(
-        name="ref_logprobs",
-        kind="token_floats",
-        producer="ref",
-        meaning="log-probability of each response token under the reference model, after temperature",
-    ),
-    Column(
-        name="kl",
-        kind="float",
-        producer="ref",
-        meaning="estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats",
-    ),
-    Column(
-        name="values",
-        kind="token_floats",
-        producer="critic",
-        meaning="the critic's value of the state before each response token is sampled, at the start of the step",
-    ),
-    Column(
-        name="advantages",
-        kind="token_floats",
-        producer="algorithm",
-        meaning="advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
-    ),
-    Column(
-        name="returns",
-        kind="token_floats",
-        producer="algorithm",
-        meaning="what the value of each response token should have been; 0 for tokens that are not trained",
-    ),
-    Column(
-        name="advantage",
-        kind="float",
-        producer="algorithm",
-        meaning="advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens",
-    ),
-    Column(
-        name="advantage_spread",
-        kind="float",
-        producer="algorithm",
-        meaning="sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`",
-    ),
-    Column(name="return_mean", kind="float", producer="algorithm", meaning="mean of `returns` over the row's sampled tokens"),
-    Column(
-        name="return_spread",
-        kind="float",
-        producer="algorithm",
-        meaning="sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`",
-    ),
-    Column(
-        name="token_weight",
-        kind="float",
-        producer="algorithm",
-        meaning="weight of each response token of the row in the loss of its mini-batch; 0 masks the row",
-    ),
-    Column(name="minibatch", kind="int", producer="algorithm", meaning="mini-batch of the step that the row belongs to, from 0"),
+    data={
+        "draw": Column("int", "number of the prompt in the data stream of the run, from 0, never repeated"),
+        "sample": Column("int", "number of the answer to this prompt, from 0"),
+        "source": Column("string", "data source of the prompt, for rewards and metrics by source"),
+        "prompt": Column("string", "prompt text as given to the tokenizer"),
+        "messages": Column("string", "JSON of the chat messages that the prompt was made of; with `data.chat` only", optional=True),
+        "prompt_ids": Column("tokens", "token ids of the prompt, exactly one BOS where the model has one"),
+        "answer": Column("string", "reference answer, if the source has one", nullable=True),
+        "task": Column("string", "JSON with what the verifier of the source needs beyond the answer", nullable=True),
+    },
+    rollout={
+        "response_ids": Column("tokens", "sampled token ids, the sampled end token included"),
+        "response": Column("string", "text of `response_ids` without special tokens"),
+        "rollout_logprobs": Column(
+            "token_floats", "log-probability of each sampled token in the engine, after temperature; 0 for one that a tool put in"
+        ),
+        "response_mask": Column(
+            "tokens",
+            "1 for each token of response_ids that the policy sampled, 0 for one that a tool put in; without it all were sampled",
+            optional=True,
+        ),
+        "turns": Column(
+            "string",
+            "JSON of an answer of several turns: [{role, text, tokens}, ...], by the model (`assistant`), tools and environment",
+            optional=True,
+        ),
+        "environment_reward": Column(
+            "float", "sum of the rewards that the environment gave; null where it gave none", nullable=True, optional=True
+        ),
+        "environment_error": Column("string", "what the environment failed with; the row has no reward then", nullable=True, optional=True),
+        "response_length": Column("int", "number of sampled tokens of response_ids"),
+        "finish_reason": Column("string", "stop (end token), length (cut) or abort"),
+        "weight_version": Column("int", "version of the weights that sampled the row; the oldest, if several did"),
+        "weight_spans": Column(
+            "string",
+            "JSON [[version, first token, end], ...] of a row that went on over a change of weights; null where one version sampled it",
+            nullable=True,
+            optional=True,
+        ),
+        "engine": Column("string", "name of the engine that sampled the row"),
+    },
+    reward={
+        "reward": Column("float", "total reward; null when scoring failed or abstained, and then the row is masked", nullable=True),
+        "reward_status": Column("string", "ok, or why there is no reward: error, timeout, not_finite, abstained, environment"),
+    },
+    ref={
+        "ref_logprobs": Column("token_floats", "log-probability of each response token under the reference model, after temperature"),
+        "kl": Column(
+            "float", "estimated divergence of the sampling policy from the reference model, mean over the row's sampled tokens, in nats"
+        ),
+    },
+    critic={
+        "values": Column("token_floats", "the critic's value of the state before each response token is sampled, at the start of the step"),
+    },
+    algorithm={
+        "advantages": Column(
+            "token_floats",
+            "advantage of each response token, not yet normalised (algorithms with a critic); 0 for tokens that are not trained",
+        ),
+        "returns": Column("token_floats", "what the value of each response token should have been; 0 for tokens that are not trained"),
+        "advantage": Column(
+            "float", "advantage of every response token of the row; with a critic the mean of `advantages` over its sampled tokens"
+        ),
+        "advantage_spread": Column("float", "sum over the row's sampled tokens of the squared distance of `advantages` from `advantage`"),
+        "return_mean": Column("float", "mean of `returns` over the row's sampled tokens"),
+        "return_spread": Column("float", "sum over the row's sampled tokens of the squared distance of `returns` from `return_mean`"),
+        "token_weight": Column("float", "weight of each response token of the row in the loss of its mini-batch; 0 masks the row"),
+        "minibatch": Column("int", "mini-batch of the step that the row belongs to, from 0"),
+    },
 )
 
 

@@ -19,8 +19,6 @@ class Block(NamedTuple):
 
     ref: Any
     """Opaque and hashable; equal refs are the same object (a Ray reference, a key of a dict)."""
-    columns: tuple[str, ...]
-    """All columns in the object, without the ids; what is lost when the object is lost."""
     rows: int
     nbytes: int
 

@@ -13,25 +13,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rolemesh.batch.assembly import Assembly, assembly_of
-from rolemesh.batch.balance import balance
-from rolemesh.batch.batch import Batch, refuse_ids, refuse_other_columns
+from rolemesh.batch.batch import Batch
 from rolemesh.batch.columns import COUNTED, ID, Kind, missing_columns, readable
 from rolemesh.batch.layer import Block, Layer, common_groups
-from rolemesh.batch.rows import (
-    Indices,
-    Ints,
-    checked_indices,
-    checked_span,
-    describe,
-    match_rows,
-    repeated,
-    row_counts,
-    sorted_order,
-    spans,
-)
+from rolemesh.batch.rows import Ints, Rows, describe, match_rows, refuse_other_columns
 from rolemesh.errors import BatchError
 
 
@@ -55,7 +42,7 @@ def block_meta(batch: Batch) -> BlockMeta:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchRef:
+class BatchRef(Rows):
     """Rows by id and, for each set of columns, the stored objects that hold them. Immutable; its methods return new ones."""
 
     ids: Ints
@@ -78,8 +65,7 @@ class BatchRef:
         ids = np.concatenate([meta.ids for _, meta in blocks])
         if not first.columns:
             return cls(ids, ())
-        names = tuple(first.columns)
-        stored = [Block(ref, names, len(meta.ids), meta.nbytes) for ref, meta in blocks]
+        stored = [Block(ref, len(meta.ids), meta.nbytes) for ref, meta in blocks]
         tokens = {name: np.concatenate([meta.tokens[name] for _, meta in blocks]) for name in first.tokens}
         return cls(ids, (Layer.of_blocks(first.columns, stored, tokens),))
 
@@ -92,20 +78,13 @@ class BatchRef:
 
     # -- what is there ------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.ids)
-
-    def __len__(self) -> int:
-        return self.num_rows
-
     def __repr__(self) -> str:
         return f"BatchRef({self.num_rows} rows: {', '.join(self.names)}; {len(self.refs)} objects)"
 
     @property
     def names(self) -> tuple[str, ...]:
         """Column names, the ids first."""
-        return (*ID, *self._kinds())
+        return (*ID, *self.kinds())
 
     @property
     def refs(self) -> list[Any]:
@@ -116,15 +95,6 @@ class BatchRef:
     def nbytes(self) -> int:
         """Bytes of these objects, which may hold more rows and columns than this batch."""
         return sum(block.nbytes for block in self._blocks().values())
-
-    @property
-    def token_counts(self) -> Ints:
-        """Tokens of each row, int64 [N]: lengths of prompt_ids and response_ids, of those that are there (none: zeros)."""
-        counts = np.zeros(self.num_rows, dtype=np.int64)
-        for layer in self.layers:
-            for lengths in layer.tokens.values():
-                counts += lengths
-        return counts
 
     def lengths(self, name: str) -> Ints:
         """Lengths [N] of prompt_ids or response_ids, known without the data. Raises BatchError for a column that is not there."""
@@ -144,14 +114,7 @@ class BatchRef:
 
     def reading(self, reads: Iterable[str]) -> Self:
         """What a worker gets that reads these columns: a declared optional column is left out where this batch has none."""
-        return self.select(readable(reads, self._kinds()))
-
-    def drop(self, names: Iterable[str]) -> Self:
-        """All columns but these. Raises BatchError for a missing column and for an id."""
-        dropped = set(names)
-        self._require(dropped)
-        refuse_ids(dropped, "dropped")
-        return self.select(name for name in self.names if name not in dropped)
+        return self.select(readable(reads, self.kinds()))
 
     def join(self, other: BatchRef, *, replace: bool = False) -> Self:
         """The columns of both, matched by id in the row order of this batch.
@@ -160,7 +123,7 @@ class BatchRef:
         is not here to compare: equal values in another object count as different.) Raises BatchError."""
         indices = match_rows(self.ids, other.ids)
         matched = tuple(layer.take(indices) for layer in other.layers)
-        shared = [name for name in other._kinds() if name in self._kinds()]
+        shared = [name for name in other.kinds() if name in self.kinds()]
         if not replace:
             self._refuse_conflicts(matched)
         return type(self)(self.ids, (*self.drop(shared).layers, *matched))
@@ -181,45 +144,6 @@ class BatchRef:
                 f"{describe(self.ids[row])}. Drop them from one batch, or join with replace=True to let the other win"
             )
 
-    # -- rows ---------------------------------------------------------------------------------------------------------------
-
-    def take(self, indices: Indices) -> Self:
-        """Rows by position, in the given order. Raises BatchError for masks, negative positions and those beyond the end."""
-        return self._take(checked_indices(indices, self.num_rows))
-
-    def slice(self, start: int, length: int) -> Self:
-        """`length` neighbouring rows from `start`. Raises BatchError when they do not all exist."""
-        checked_span(start, length, self.num_rows)
-        return self._runs([(start, length)])[0]
-
-    @classmethod
-    def concat(cls, batches: Sequence[BatchRef]) -> Self:
-        """The rows of all batches, which must have the same columns (in any order and grouping). Raises BatchError."""
-        if not batches:
-            raise BatchError("cannot concatenate no batches: the columns would be unknown")
-        for number, batch in enumerate(batches):
-            refuse_other_columns(batches[0]._kinds(), batch._kinds(), number)
-        groups = common_groups([batch.layers for batch in batches])
-        return cls(np.concatenate([batch.ids for batch in batches]), tuple(Layer.concat(group) for group in groups))
-
-    def repeat(self, n: int) -> Self:
-        """Every row n times in a row, `sample` numbered 0..n-1. Raises BatchError when a prompt (draw) has several rows already."""
-        positions, ids = repeated(self.ids, n)
-        return type(self)(ids, self._take(positions).layers)
-
-    def split_rows(self, n: int) -> list[Self]:
-        """n runs of neighbouring rows: 10 over 4 -> 3, 3, 2, 2. With fewer rows than n the last parts are empty."""
-        return self._runs(spans(self.num_rows, n))
-
-    def split_tokens(self, n: int, counts: Indices | NDArray[np.float64] | None = None) -> list[Self]:
-        """n parts of about equal token counts (`balance`), rows in their order within a part. `counts` [N] replaces token_counts."""
-        weights = self.token_counts if counts is None else row_counts(counts, self.num_rows)
-        return [self._take(part) for part in balance(weights, n)]
-
-    def sort_by_id(self) -> Self:
-        """Rows in the order of draw, then sample."""
-        return self._take(sorted_order(self.ids))
-
     # -- towards the data ---------------------------------------------------------------------------------------------------
 
     def assembly(self, reads: Iterable[str]) -> tuple[list[Any], Assembly]:
@@ -232,7 +156,7 @@ class BatchRef:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, Kind]:
         return {name: kind for layer in self.layers for name, kind in layer.columns.items()}
 
     def _blocks(self) -> dict[Any, Block]:
@@ -247,11 +171,13 @@ class BatchRef:
     def _take(self, indices: Ints) -> Self:
         return type(self)(self.ids[indices], tuple(layer.take(indices) for layer in self.layers))
 
-    def _require(self, names: Iterable[str]) -> None:
-        present = self.names
-        missing = [name for name in names if name not in present]
-        if missing:
-            raise missing_columns(missing, present)
+    def _numbered(self, ids: Ints) -> Self:
+        return type(self)(ids, self.layers)
+
+    @classmethod
+    def _concat(cls, batches: Sequence[Self]) -> Self:
+        groups = common_groups([batch.layers for batch in batches])
+        return cls(np.concatenate([batch.ids for batch in batches]), tuple(Layer.concat(group) for group in groups))
 
 
 @lru_cache(maxsize=256)  # all parts of a batch have the same columns

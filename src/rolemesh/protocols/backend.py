@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rolemesh.batch import Assembly, BlockMeta
-from rolemesh.errors import ResourceError
+from rolemesh.errors import ResourceError, WorkerError
 from rolemesh.observe import Metrics, Span
 from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.store import StoreLink
@@ -62,6 +62,11 @@ class Process:
     created: float = 0.0
     """When it started (psutil's create_time): with the pid, what tells it from a later process of the same number."""
     handle: Any
+
+    def error(self, kind: type[WorkerError], original_type: str, original_message: str, **more: Any) -> WorkerError:
+        """What went wrong in it. Where nothing more is given, the group that called fills in its name, rank and method."""
+        told: dict[str, Any] = {"group": "", "rank": -1, "method": "", "log_path": self.spec.log_path} | more
+        return kind(node=self.node, pid=self.pid, original_type=original_type, original_message=original_message, **told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +236,8 @@ class Backend(Protocol):
         """Give back the pools of this run that another controller left, with all processes, but for those to keep."""
         ...
 
-    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
-        """Make a worker in the process. Raises WorkerError with the original exception."""
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> Failure | None:
+        """Make a worker in the process. Returns what its constructor raised."""
         ...
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:

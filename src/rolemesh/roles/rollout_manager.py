@@ -178,12 +178,12 @@ class RolloutManager(WorkerGroup):
             for rank in replica.ranks:
                 await self.replace(rank, self.worker_kwargs["config"].deadlines.create)
             return True
-        reports = [report for rank, report in enumerate(await self.reports()) if rank in replica.ranks]
+        reports = await self.reports(replica.ranks)
         return all(isinstance(report, Report) and report.state == "idle" for report in reports)
 
     def _alone(self, replica: Replica) -> bool:
         """Its processes are the rollout's alone."""
-        return all(self.pool.tenants(self.bundles[rank]) == {self.name} for rank in replica.ranks)
+        return all(pool.tenants(place) == {self.name} for pool, place in (self._places[rank] for rank in replica.ranks))
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 

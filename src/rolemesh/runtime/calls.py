@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,53 +32,42 @@ class Called:
         self.failed = False
         self._loop = asyncio.get_running_loop()
         self._arrived: list[tuple[int, Reply | Exception]] = []
-        self._waiting: list[asyncio.Future[None]] = []
+        self._news = asyncio.Event()
 
     def answer(self, rank: int, answer: Reply | Exception) -> None:
         """On any thread: what came of it on a rank."""
         self._arrived.append((rank, answer))
         if failed(answer) or len(self._arrived) == len(self.processes):
             with suppress(RuntimeError):  # the loop has ended: nobody waits
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self._news.set)
 
-    def _wake(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
-        self._waiting.clear()
+    @property
+    def late(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in self.processes if rank not in self.answers]
+
+    async def settled(self) -> None:
+        """Until all have answered, or one has failed."""
+        await self._until(lambda: self.failed or not self.late)
+
+    async def over(self) -> None:
+        """Until all have answered."""
+        await self._until(lambda: not self.late)
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        self._look()
+        while not done():
+            self._news.clear()
+            try:
+                await self._news.wait()
+            finally:  # also when the time is over
+                self._look()
 
     def _look(self) -> None:
         """Take up what has arrived."""
         for rank, answer in self._arrived[len(self.answers) :]:
             self.answers[rank] = answer
             self.failed = self.failed or failed(answer)
-
-    @property
-    def late(self) -> int:
-        """How many ranks have not answered."""
-        return len(self.processes) - len(self.answers)
-
-    def late_ranks(self) -> list[int]:
-        return [rank for rank in self.processes if rank not in self.answers]
-
-    async def settled(self) -> None:
-        """Until all have answered, or one has failed."""
-        self._look()
-        while self.late and not self.failed:
-            await self._turn()
-
-    async def over(self) -> None:
-        """Until all have answered."""
-        self._look()
-        while self.late:
-            await self._turn()
-
-    async def _turn(self) -> None:
-        self._waiting.append(self._loop.create_future())
-        try:
-            await self._waiting[-1]
-        finally:  # also when the time is over
-            self._look()
 
     def replies(self) -> dict[int, Reply] | None:
         """By rank; None when not all are in or one has failed."""
@@ -139,22 +128,13 @@ def first_cause(called: Called, group: str, method: str) -> RolemeshError:
         elif isinstance(answer, Exception):
             raise answer
         elif answer.failure is not None:
-            failures.append((answer.failure.at, _worker_error(called.processes[rank], answer.failure, group, rank, method)))
+            failures.append((answer.failure.at, worker_error(called.processes[rank], answer.failure, group, rank, method)))
     return min(failures, key=lambda found: (not isinstance(found[1], WorkerDied), found[0]))[1]
 
 
-def _worker_error(process: Process, failure: Failure, group: str, rank: int, method: str) -> WorkerError:
-    error = WorkerError(
-        group=group,
-        rank=rank,
-        node=process.node,
-        pid=process.pid,
-        method=method,
-        original_type=failure.type,
-        original_message=failure.message,
-        original_traceback=failure.traceback,
-        log_path=process.spec.log_path,
-    )
+def worker_error(process: Process, failure: Failure, group: str, rank: int, method: str) -> WorkerError:
+    where: dict[str, Any] = {"group": group, "rank": rank, "method": method}
+    error = process.error(WorkerError, failure.type, failure.message, original_traceback=failure.traceback, **where)
     error.__cause__ = failure.error
     return error
 

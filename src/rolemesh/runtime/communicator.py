@@ -173,8 +173,13 @@ class Communicator:
         if formed and self._device != "cpu":
             for group in filter(None, self._forming.result(0)):
                 group.abort()  # NCCL's own connections (shared memory, other sockets) are not ours to know
-        ends = set(self._ends)
-        return sum(_shut(connection) for connection in _sockets() if ends & _ends(connection))
+        ends, shut = set(self._ends), 0
+        for connection in _sockets():
+            if ends & _ends(connection):
+                with suppress(OSError):  # closed since
+                    connection.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+        return shut
 
 
 def _until(ends: float) -> timedelta:
@@ -209,11 +214,3 @@ def _ends(connection: socket.socket) -> set[End]:
 
 def _end(name: tuple[str, int]) -> End:
     return name[0].removeprefix("::ffff:"), name[1]  # an IPv4 address on a socket that takes both
-
-
-def _shut(connection: socket.socket) -> bool:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return False
-    return True

@@ -7,70 +7,52 @@ resource graph with several units: Holt, "Some deadlock properties of computer s
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from rolemesh.runtime.ledger import Lease, Ledger, Request
+from rolemesh.runtime.ledger import Lease, Ledger, Request, with_loans
 
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Held:
-    """Something that is held in the outlook. `lease` is None for what is only going to be held."""
-
-    ledger: Ledger
-    who: str
-    share: Fraction
-    places: tuple[int, ...]
-    lease: Lease | None = None
+if TYPE_CHECKING:
+    from rolemesh.runtime.guard import ResourceGuard
 
 
-def waits_for_ever(request: Request, ledgers: Sequence[Ledger]) -> list[str]:
+def waits_for_ever(request: Request, pools: Iterable[Ledger], guard: ResourceGuard) -> list[str]:
     """Who waits for whom, in a ring, if the request (in one of the queues already) would never be served; else nothing."""
-    outlook = _Outlook(ledgers)
+    outlook = _Outlook(pools, guard)
     while outlook.release() or outlook.serve():
         pass
-    return outlook.ring(request.who) if any(request in queue for _, queue in outlook.queues) else []
+    return outlook.ring(request.who) if any(request in ledger.queue for ledger in outlook.ledgers()) else []
 
 
 class _Outlook:
-    def __init__(self, ledgers: Sequence[Ledger]) -> None:
-        self.queues = [(ledger, deque(ledger.queue)) for ledger in ledgers]
-        self.held = [
-            _Held(ledger=ledger, who=lease.who, share=lease.share, places=lease.places, lease=lease)
-            for ledger in ledgers
-            for lease in ledger.leases
-        ]
+    """Copies of the books, which move on."""
+
+    def __init__(self, pools: Iterable[Ledger], guard: ResourceGuard) -> None:
+        self._pools, self._guard = [_copied(pool) for pool in pools], guard
+
+    def ledgers(self) -> list[Ledger]:
+        return [ledger for pool in self._pools for ledger in with_loans(pool)]
 
     def waiting(self) -> set[str]:
-        return {request.who for _, queue in self.queues for request in queue}
+        return {request.who for ledger in self.ledgers() for request in ledger.queue}
 
     def release(self) -> bool:
         """Who does not wait gives back whatever is not lent on. False when nobody can."""
         waiting, moved = self.waiting(), False
-        for held in [held for held in self.held if held.who not in waiting]:
-            lent = {place for loan in self._loans(held) for place in loan.places}
-            kept = tuple(place for place in held.places if place in lent)
-            moved, held.places = moved or kept != held.places, kept
-        self.held = [held for held in self.held if held.places]
+        for ledger in self.ledgers():
+            for lease in [lease for lease in ledger.leases if lease.who not in waiting]:
+                lent = {place for loan in lease.lent for place in loan.places}
+                kept = tuple(place for place in lease.places if place in lent)
+                moved, lease.places = moved or kept != lease.places, kept
+                if not kept:
+                    ledger.leases.remove(lease)
         return moved
-
-    def _loans(self, held: _Held) -> list[_Held]:
-        return [loan for loan in self.held if held.lease is not None and loan.ledger is held.lease.lending]
 
     def serve(self) -> bool:
         """The queues move on. False when none does."""
-        moved = False
-        for ledger, queue in self.queues:
-            while queue and (places := queue[0].wish.pick(self._room(ledger))) is not None:
-                request = queue.popleft()
-                self.held.append(_Held(ledger=ledger, who=request.who, share=request.wish.share, places=places))
-                moved = True
-        return moved
-
-    def _room(self, ledger: Ledger) -> dict[int, Fraction]:
-        return ledger.room([held for held in self.held if held.ledger is ledger])
+        return any(ledger.serve(self._guard, 0.0) for ledger in self.ledgers())
 
     # -- naming the ring ------------------------------------------------------------------------------------------------------
 
@@ -95,25 +77,32 @@ class _Outlook:
 
     def _blockers(self, who: str) -> Iterator[tuple[str, str]]:
         """Whom somebody waits for who waits as well, and how."""
-        for ledger, queue in self.queues:
-            for index, request in enumerate(queue):
+        for ledger in self.ledgers():
+            for index, request in enumerate(ledger.queue):
                 if request.who != who:
                     continue
                 wants = f"{who} waits for {ledger.describe(request.wish)}"
-                if request.wish.pick(self._room(ledger)) is None:
+                if request.wish.pick(ledger.room()) is None:
                     yield from self._holders(ledger, wants)
-                for before in list(queue)[:index]:
+                for before in list(ledger.queue)[:index]:
                     yield before.who, f"{wants}, behind {before.who}"
 
     def _holders(self, ledger: Ledger, wants: str) -> Iterator[tuple[str, str]]:
-        for held in self.held:
-            if held.ledger is ledger:
-                for party in self._bound(held):
-                    yield party, f"{wants}, held by {held.who}" + (f" and lent to {party}" if party != held.who else "")
+        for lease in ledger.leases:
+            for party in self._bound(lease):
+                yield party, f"{wants}, held by {lease.who}" + (f" and lent to {party}" if party != lease.who else "")
 
-    def _bound(self, held: _Held) -> Iterator[str]:
+    def _bound(self, lease: Lease) -> Iterator[str]:
         """Who has to go on for it to come back: its holder if that one waits, else who has borrowed it."""
-        if held.who in self.waiting():
-            yield held.who
-        for loan in self._loans(held):
+        if lease.who in self.waiting():
+            yield lease.who
+        for loan in lease.lent:
             yield from self._bound(loan)
+
+
+def _copied(ledger: Ledger) -> Ledger:
+    twin = copy.copy(ledger)
+    twin.queue, twin.leases = deque(ledger.queue), [copy.copy(lease) for lease in ledger.leases]
+    for lease in twin.leases:
+        lease.lending = _copied(lease.lending)
+    return twin

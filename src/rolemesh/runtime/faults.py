@@ -16,17 +16,12 @@ FaultKind = Literal["death", "hang", "slow", "lost_reply"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault to happen for certain: in the `nth` call (from 1) of a method on a rank of a group. Empty and None match all."""
+    """One fault to happen for certain: in the `nth` call (from 1) of a method on a rank. Empty and None match all."""
 
     kind: FaultKind
-    group: str = ""
     method: str = ""
     rank: int | None = None
     nth: int = 1
-
-    def meets(self, call: Call, rank: int) -> bool:
-        same_call = (self.group or call.group, self.method or call.method) == (call.group, call.method)
-        return same_call and (self.rank is None or self.rank == rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +39,7 @@ class Faults:
     def strike(self, call: Call, rank: int, nth: int) -> FaultKind | None:
         """The fault of the `nth` call of this method on this rank, if any. Depends on nothing else, so neither on order nor on time."""
         for fault in self.script:
-            if fault.nth == nth and fault.meets(call, rank):
+            if fault.nth == nth and fault.method in ("", call.method) and fault.rank in (None, rank):
                 return fault.kind
         if self.methods and call.method not in self.methods:
             return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together
+from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together, worker_error
 from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
@@ -47,14 +47,6 @@ class Deadlines:
     join: float = 60.0
     call: float = 1800.0
     control: float = 10.0
-
-
-def _observe_nothing(record: CallRecord) -> None:
-    """Default observer."""
-
-
-def _tell_nobody(text: str) -> None:
-    """Default for `tell`."""
 
 
 async def _moved_nowhere() -> None:
@@ -82,8 +74,8 @@ class WorkerGroup:
     run_dir: str = ""
     store: StoreLink | None = None
     """The way to the run's KV store, for workers that use it."""
-    observer: Callable[[CallRecord], None] = _observe_nothing
-    tell: Callable[[str], None] = _tell_nobody
+    observer: Callable[[CallRecord], None] = lambda record: None
+    tell: Callable[[str], None] = lambda text: None
     """Hears what the group does of its own accord, and what a user should know."""
     moved: Callable[[], Awaitable[None]] = _moved_nowhere
     """Called after a rank has got another process."""
@@ -91,6 +83,8 @@ class WorkerGroup:
     _joined: bool = field(default=False, init=False)
     """The ranks have a communicator that was not cut."""
     _methods: dict[str, Settled] = field(init=False)
+    _places: list[tuple[Pool, int]] = field(init=False)
+    """Pool and place of each rank."""
     _found: set[int] = field(default_factory=set, init=False)
     """Ranks whose worker was found as it would be made, and loaded."""
 
@@ -98,6 +92,8 @@ class WorkerGroup:
         if self.journal is not None:
             self.epoch, self.generation = self.journal.epoch, self.journal.generation(self.name)
         self._check_places()
+        places = self.pool.places
+        self._places = [places[bundle] for bundle in self.bundles]
         self._methods = settled_methods(self.worker_class, self.worker_kwargs)
         taken = sorted(set(self._methods) & set(dir(WorkerGroup)))
         if taken:
@@ -132,7 +128,8 @@ class WorkerGroup:
         return [self._process(rank) for rank in range(self.world_size)]
 
     def _process(self, rank: int) -> Process:
-        process = self.pool.latest(self.bundles[rank])
+        pool, place = self._places[rank]
+        process = pool.latest(place)
         if process is None:
             raise RuntimeError(f"{self.name} rank {rank} has no process yet: await group.create() first")
         return process
@@ -141,26 +138,26 @@ class WorkerGroup:
         """Start the processes and make the workers in them. In processes that the pool took over, workers stay that are as they would be
         made, loaded and in order. Raises DeadlineExceeded, ResourceError or the worker's own error."""
         await together(self._create(rank, deadline) for rank in range(self.world_size))
-        for rank, bundle in enumerate(self.bundles):
-            self.pool.move_in(bundle, self.name, partial(self._restore, rank))
+        for rank, (pool, place) in enumerate(self._places):
+            pool.move_in(place, self.name, partial(self._restore, rank))
 
     async def _create(self, rank: int, deadline: float) -> None:
+        pool, place = self._places[rank]
         try:
-            await self._make(rank, await self.pool.process(self.bundles[rank], deadline), deadline)
+            process = await pool.process(place, deadline)
+            context = self._context(rank, process)
+            make = make_of(self.worker_class, context, self.worker_kwargs)
+            found = pool.resident(place, self.name)
+            if found is not None and found.whole and make and found.make == make:
+                self._found.add(rank)
+                return
+            kwargs, epoch = self.worker_kwargs, self.epoch
+            spec = WorkerSpec(group=self.name, worker_class=self.worker_class, context=context, kwargs=kwargs, epoch=epoch, make=make)
+            failure = await pool.backend.add_worker(process, spec, deadline)
         except WorkerError as error:
             raise named(error, self.name, rank, "__init__") from error.__cause__
-
-    async def _make(self, rank: int, process: Process, deadline: float) -> None:
-        context = self._context(rank, process)
-        make = make_of(self.worker_class, context, self.worker_kwargs)
-        found = self.pool.resident(self.bundles[rank], self.name)
-        if found is not None and found.whole and make and found.make == make:
-            self._found.add(rank)
-            return
-        spec = WorkerSpec(
-            group=self.name, worker_class=self.worker_class, context=context, kwargs=self.worker_kwargs, epoch=self.epoch, make=make
-        )
-        await self.pool.backend.add_worker(process, spec, deadline)
+        if failure is not None:
+            raise worker_error(process, failure, self.name, rank, "__init__")
 
     def _context(self, rank: int, process: Process) -> WorkerContext:
         there = self.pool.bundles
@@ -190,37 +187,26 @@ class WorkerGroup:
             await self.rejoin(retries)
 
     async def _load(self, rank: int, retries: int) -> None:
-        for attempt in range(retries + 1):
-            try:
-                await self.call("load", ranks=(rank,), deadline=self.deadlines.load)
-                return
-            except WorkerDied:
-                raise
-            except WorkerError:
-                if attempt == retries:
-                    raise
+        await _retried(partial(self.call, "load", ranks=(rank,), deadline=self.deadlines.load), retries, WorkerError)
 
     async def rejoin(self, retries: int = 1) -> None:
         """Form the communicator anew under a new generation, for example after a rank was replaced."""
-        for attempt in range(retries + 1):
-            self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
-            try:
-                rendezvous = await self.call("open_rendezvous", self.generation, self.deadlines.join, deadline=self.deadlines.join)
-                await self.call("join", rendezvous, self.deadlines.join, self.deadlines.call, deadline=self.deadlines.join * 2)
-                self._joined = True
-                return
-            except WorkerDied:
-                raise
-            except RolemeshError:
-                if attempt == retries:
-                    raise
+        await _retried(self._meet, retries, RolemeshError)
+
+    async def _meet(self) -> None:
+        self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
+        within = self.deadlines.join
+        rendezvous = await self.call("open_rendezvous", self.generation, within, deadline=within)
+        await self.call("join", rendezvous, within, self.deadlines.call, deadline=within * 2)
+        self._joined = True
 
     async def replace(self, rank: int, deadline: float = 60.0) -> None:
         """Kill a rank's process and start a new one in its place, with the workers of all groups in it created and loaded.
 
         Each of these groups that has a communicator needs `rejoin` afterwards.
         """
-        await self.pool.replace(self.bundles[rank], deadline)
+        pool, place = self._places[rank]
+        await pool.replace(place, deadline)
 
     async def _restore(self, rank: int, deadline: float) -> None:
         self._joined = False
@@ -342,7 +328,7 @@ class WorkerGroup:
                 await called.settled()
         if (replies := called.replies()) is not None:
             return replies
-        late = [] if called.failed else called.late_ranks()
+        late = [] if called.failed else called.late
         expired = await self._expired(late, method, deadline) if late else None
         await self._unwind(called)
         raise expired or first_cause(called, self.name, method)
@@ -361,26 +347,26 @@ class WorkerGroup:
         return await self.pool.backend.control(self._process(rank), request, self.deadlines.control, **kwargs)
 
     async def _expired(self, late: Sequence[int], method: str, deadline: float) -> DeadlineExceeded:
-        reports = await asyncio.gather(*(self._control(rank, "report", stack=True) for rank in late), return_exceptions=True)
+        reports = await self.reports(late, stack=True)
         told = "; ".join(f"rank {rank}: {tell(report)}" for rank, report in zip(late, reports, strict=True))
         subject = f"{self.name}.{method}() on rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return DeadlineExceeded(
             waiter="the controller", subject=subject, seconds=deadline, last_report=told, group=self.name, ranks=tuple(late)
         )
 
-    async def reports(self, *, stack: bool = False) -> list[Report | BaseException]:
-        """What every rank's control thread says, in rank order; an exception where it does not answer."""
-        asked = (self._control(rank, "report", stack=stack) for rank in range(self.world_size))
+    async def reports(self, ranks: Iterable[int] | None = None, *, stack: bool = False) -> list[Report | BaseException]:
+        """What every rank's control thread says, in rank order, or that of these ranks; an exception where it does not answer."""
+        asked = (self._control(rank, "report", stack=stack) for rank in (range(self.world_size) if ranks is None else ranks))
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
         return found
 
     async def unready(self) -> str:
         """For a group that is being created or initialised: which ranks have no process yet, and what the others compute; empty when
         nothing is under way."""
-        places = [self.pool.latest(bundle) for bundle in self.bundles]
-        missing = [str(rank) for rank, process in enumerate(places) if process is None]
-        started = [rank for rank, process in enumerate(places) if process is not None]
-        reports = await asyncio.gather(*(self._control(rank, "report") for rank in started), return_exceptions=True)
+        processes = [pool.latest(place) for pool, place in self._places]
+        missing = [str(rank) for rank, process in enumerate(processes) if process is None]
+        started = [rank for rank, process in enumerate(processes) if process is not None]
+        reports = await self.reports(started)
         told = [f"rank {', '.join(missing)} has not started"] if missing else []
         for rank, report in zip(started, reports, strict=True):
             if isinstance(report, BaseException) or report.call:
@@ -393,3 +379,14 @@ class WorkerGroup:
             self._joined = False
             aborts = (self._control(rank, "abort", group=self.name) for rank in range(self.world_size))
             await asyncio.gather(*aborts, return_exceptions=True)
+
+
+async def _retried(attempt: Callable[[], Awaitable[Any]], retries: int, failure: type[RolemeshError]) -> None:
+    """A death is not tried again: the process has to be replaced first."""
+    for left in reversed(range(retries + 1)):
+        try:
+            await attempt()
+            return
+        except failure as error:
+            if isinstance(error, WorkerDied) or not left:
+                raise

@@ -20,7 +20,7 @@ from fractions import Fraction
 from rolemesh.errors import DeadlineExceeded, Deadlock, ResourceError, RunStopped
 from rolemesh.protocols.backend import Backend
 from rolemesh.runtime.deadlock import waits_for_ever
-from rolemesh.runtime.ledger import Holding, Lease, Ledger, PoolStatus, Request, Waiting, Wish, with_loans
+from rolemesh.runtime.ledger import Holding, Lease, Ledger, PoolStatus, Request, Waiting, Wish, exact, with_loans
 
 
 class ResourceGuard:
@@ -40,7 +40,7 @@ class ResourceGuard:
 
     def add_amount(self, name: str, amount: float) -> None:
         """A pool of something that has no parts to tell apart: memory, CPUs, permits."""
-        self._add(Ledger(name, {0: _exact(amount)}, counted=False), amount)
+        self._add(Ledger(name, {0: exact(amount)}, counted=False), amount)
 
     def _add(self, ledger: Ledger, budget: float) -> None:
         if ledger.name in self._pools:
@@ -68,22 +68,11 @@ class ResourceGuard:
         """
         if pool not in self._pools:
             raise ResourceError.one(f"{who} asks for pool {pool}", f"one of {', '.join(self._pools) or 'none'}", pool, "Add the pool first")
-        return await self._acquire(self._pools[pool], amount, who=who, deadline=deadline, slots=slots, share=share, hold=hold)
+        return await self._acquire(self._pools[pool], self._pools[pool].wish(amount, slots, share), who, deadline, hold)
 
-    async def _acquire(
-        self,
-        ledger: Ledger,
-        amount: float,
-        *,
-        who: str,
-        deadline: float,
-        slots: Sequence[int] | None,
-        share: float | None,
-        hold: float | None,
-    ) -> Lease:
+    async def _acquire(self, ledger: Ledger, wish: Wish, who: str, deadline: float, hold: float | None) -> Lease:
         if self._closed:
             raise RunStopped(f"{who} asks for {ledger.name}, but the guard is closed")
-        wish = _wish(ledger, amount, slots, share)
         self._refuse_what_never_fits(ledger, wish, who)
         if ledger.counted and ledger.lender is None and wish.share < 1:
             self._warn(f"{who} takes {ledger.describe(wish)}: others may slow it down. One worker a device is the default")
@@ -116,11 +105,7 @@ class ResourceGuard:
             self._serve(ledger)
 
     def _serve(self, ledger: Ledger) -> None:
-        """Give what is free to those in front, in order, until one does not fit."""
-        while ledger.queue and (places := ledger.queue[0].wish.pick(ledger.room())) is not None:
-            request = ledger.queue.popleft()
-            lease = Lease(self, ledger, request, places, self._backend.time())
-            ledger.leases.append(lease)
+        for request, lease in ledger.serve(self, self._backend.time()):
             request.served.set_result(lease)
 
     def _give_back(self, lease: Lease, places: tuple[int, ...]) -> None:
@@ -197,25 +182,10 @@ class ResourceGuard:
             raise _never(ledger, wish, who)
 
     def _refuse_deadlock(self, ledger: Ledger, request: Request) -> None:
-        ring = waits_for_ever(request, list(self._ledgers()))
+        ring = waits_for_ever(request, self._pools.values(), self)
         if ring:
             self._withdraw(ledger, request)
             raise Deadlock(who=request.who, wanted=ledger.describe(request.wish), cycle=ring)
-
-
-def _exact(amount: float) -> Fraction:
-    """Sums of shares must be exact: three times a third is a whole, and nothing is ever over budget by a rounding."""
-    return Fraction(amount).limit_denominator(1_000_000)
-
-
-def _wish(ledger: Ledger, amount: float, slots: Sequence[int] | None, share: float | None) -> Wish:
-    if not ledger.counted:
-        return Wish(count=1, share=_exact(amount))
-    among = tuple(sorted(set(slots))) if slots is not None else None
-    count = len(among) if among is not None else amount
-    if count != int(count):
-        raise ResourceError.one(f"pool {ledger.name}", "a whole number of slots", f"{amount:g}", "Give share=... for a part of a slot")
-    return Wish(count=int(count), share=_exact(1 if share is None else share), among=among)
 
 
 def _never(ledger: Ledger, wish: Wish, who: str) -> ResourceError:

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from rolemesh.errors import BatchError, RolemeshError, StaleCall
 from rolemesh.observe import Metrics
 from rolemesh.protocols.backend import Call, Failure, Reply, Report, Resident, WorkerSpec
 from rolemesh.runtime.stored import fill
-from rolemesh.runtime.worker import Peers, Settled, Worker, WorkerContext, settled_methods
+from rolemesh.runtime.worker import Settled, Worker, WorkerContext, settled_methods
 
 NUMBERS = ("int", "float", "bool")
 """Columns of these kinds get a block of their own, so that the controller can read them without touching tokens."""
@@ -71,7 +72,7 @@ class ProcessHost:
             return _failure(error, self._clock())
         finally:
             self._call, self._since = "", self._clock()
-        worker.peers = Peers(self._workers)
+        worker.peers = MappingProxyType(self._workers)
         self._methods[group] = methods
         self._makes[group] = spec.make
         self._whole.discard(group)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rolemesh.protocols.store import KvEntry, StoreLink, Version
 from rolemesh.runtime.kv_store import KvLease, KvStore
 
+T = TypeVar("T")
 DRIVE_SECONDS: Final = 60.0
 """How much later than its own deadline a request of a worker ends in any case."""
 
@@ -22,42 +23,34 @@ class BlockingKvStore:
 
     def __init__(self, link: StoreLink, *, owner: str, namespace: str = "", group: str = "", generation: int = 0) -> None:
         self._link, self.generation = link, generation
-        self._store = self._drive(_opened(link, owner=owner, namespace=namespace, group=group, generation=generation))
+        self._store = KvStore(link, owner=owner, namespace=namespace, group=group, generation=generation)
 
-    def _drive(self, work: Coroutine[Any, Any, Any], deadline: float = 0.0) -> Any:
+    def _drive(self, work: Coroutine[Any, Any, T], deadline: float = 0.0) -> T:
         return self._link.drive(work, deadline + DRIVE_SECONDS)
 
     def put(self, key: str, value: Any, *, lease: KvLease | None = None) -> Version:
-        version: Version = self._drive(self._store.put(key, value, lease=lease))
-        return version
+        return self._drive(self._store.put(key, value, lease=lease))
 
     def compare_and_set(self, key: str, value: Any, expected: Version | None, *, lease: KvLease | None = None) -> bool:
-        return bool(self._drive(self._store.compare_and_set(key, value, expected, lease=lease)))
+        return self._drive(self._store.compare_and_set(key, value, expected, lease=lease))
 
     def get(self, key: str, deadline: float) -> Any:
         return self._drive(self._store.get(key, deadline), deadline)
 
     def look(self, key: str) -> KvEntry | None:
-        entry: KvEntry | None = self._drive(self._store.look(key))
-        return entry
+        return self._drive(self._store.look(key))
 
     def delete(self, key: str) -> bool:
-        return bool(self._drive(self._store.delete(key)))
+        return self._drive(self._store.delete(key))
 
     def list(self, prefix: str = "") -> dict[str, Any]:
-        values: dict[str, Any] = self._drive(self._store.list(prefix))
-        return values
+        return self._drive(self._store.list(prefix))
 
     def lease(self, seconds: float) -> KvLease:
-        lease: KvLease = self._drive(self._store.lease(seconds))
-        return lease
+        return self._drive(self._store.lease(seconds))
 
     def give_back(self, lease: KvLease) -> None:
         self._drive(lease.close())
 
     def close(self) -> None:
         self._drive(self._store.close())
-
-
-async def _opened(link: StoreLink, **who: Any) -> KvStore:
-    return KvStore(link, **who)

@@ -18,21 +18,19 @@ SILENCE_SECONDS: Final = 10.0
 RESTART_SECONDS: Final = 60.0
 
 
-def kept_alive(
-    store: KvStore, told: Callable[[str], None], *, every: float = EVERY_SECONDS, silence: float = SILENCE_SECONDS
-) -> AbstractAsyncContextManager[None]:
-    """Look after the store meanwhile: one that is gone, or silent for `silence` seconds, is replaced by an empty one in a new life.
+def kept_alive(store: KvStore, told: Callable[[str], None], *, every: float = EVERY_SECONDS) -> AbstractAsyncContextManager[None]:
+    """Look after the store meanwhile: one that is gone, or silent for 10 s, is replaced by an empty one in a new life.
 
     Only for the client of the process that started the store. `told` hears in a sentence what was found and done.
     """
-    return beside(_keep(store, told, every, silence), told, f"the KV store of {store.link.run} is not looked after")
+    return beside(_keep(store, told, every), told, f"the KV store of {store.link.run} is not looked after")
 
 
-async def _keep(store: KvStore, told: Callable[[str], None], every: float, silence: float) -> None:
+async def _keep(store: KvStore, told: Callable[[str], None], every: float) -> None:
     while True:
         await asyncio.sleep(every)
         try:
-            await store.ping(silence)
+            await store.ping(SILENCE_SECONDS)
         except StoreGone as gone:
             try:
                 await store.link.restart(RESTART_SECONDS)

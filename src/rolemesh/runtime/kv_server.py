@@ -10,9 +10,10 @@ import asyncio
 import difflib
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from rolemesh.errors import LeaseExpired, RolemeshError, StaleWrite
 from rolemesh.protocols.store import (
@@ -47,13 +48,6 @@ STALL_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class _Lease:
-    owner: str
-    seconds: float
-    timer: asyncio.TimerHandle
-
-
-@dataclass(slots=True)
 class _Client:
     heard: float
     lost: dict[Place, Version] = field(default_factory=dict)
@@ -70,7 +64,7 @@ class KvServer:
         self._entries: dict[Place, KvEntry] = {}
         self._fences: dict[Place, int] = {}
         """Generation by (namespace, group)."""
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, asyncio.TimerHandle] = {}
         self._clients: dict[str, _Client] = {}
         self._changes: OrderedDict[Place, tuple[int, KvChange]] = OrderedDict()
         """The last change of each key with its number, in order."""
@@ -79,8 +73,8 @@ class KvServer:
         """Writes over somebody else's key by version, of which the new owner may not know yet: (the owner before, the key)."""
         self._forgotten = 0
         """Deletions up to this arrival are not in `_changes` any more."""
-        self._sleepers: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
-        """Waiting requests by what wakes them: ("key", key), ("namespace", name), ("client", id)."""
+        self._bells: WeakValueDictionary[tuple[str, str], asyncio.Event] = WeakValueDictionary()
+        """What waiting requests wait for, as long as they do: ("key", key), ("namespace", name), ("client", id)."""
         self._statistics: dict[tuple[str, str, str], WaitStatistic] = {}
         self._open: dict[str, tuple[StoreRequest, float, float]] = {}
         self._stopped = False
@@ -105,32 +99,23 @@ class KvServer:
     def stop(self) -> None:
         """Leave everyone who waits without an answer."""
         self._stopped = True
-        for lease in self._leases.values():
-            lease.timer.cancel()
-        for sleeper in [sleeper for sleepers in self._sleepers.values() for sleeper in sleepers]:
-            sleeper.set_result(None)
-        self._sleepers.clear()
+        for timer in self._leases.values():
+            timer.cancel()
+        for bell in list(self._bells.values()):
+            bell.set()
 
     async def _serve(self, request: StoreRequest) -> Any:
         absent = request.do in ("get", "delete") and (request.namespace, request.key) not in self._entries
         if request.do == "list" or request.conditional or absent:
             await self._settle()
-        match request.do:
-            case "get":
-                return await self._get(request)
-            case "changes":
-                return await self._changes_since(request)
-            case "stay":
-                return await self._stay(request)
-        if request.do in ("put", "delete"):
-            return self._once(request)
-        return getattr(self, f"_{request.do}")(request)
-
-    def _once(self, request: StoreRequest) -> Any:
-        """A write whose answer got lost is asked for again, and is not made again."""
+        serve = getattr(self, f"_do_{request.do}")
+        if request.do in ("get", "changes", "stay"):
+            return await serve(request)
+        if request.do not in ("put", "delete"):
+            return serve(request)
         answered = self._clients[request.client].answered
-        if request.id not in answered:
-            answered[request.id] = self._put(request) if request.do == "put" else self._delete(request)
+        if request.id not in answered:  # a write whose answer got lost is asked for again, and is not made again
+            answered[request.id] = serve(request)
             while len(answered) > ANSWERS_KEPT:
                 answered.popitem(last=False)
         return answered[request.id]
@@ -141,7 +126,7 @@ class KvServer:
 
     # -- reading and waiting --------------------------------------------------------------------------------------------------
 
-    async def _get(self, request: StoreRequest) -> Look:
+    async def _do_get(self, request: StoreRequest) -> Look:
         place, started, looks = (request.namespace, request.key), _now() - request.waited, max(request.looks, 1)
         ends = _now() + request.seconds
         self._open[request.id] = request, started, _now() + request.patience
@@ -178,38 +163,31 @@ class KvServer:
 
     async def _sleep(self, what: tuple[str, str], ends: float) -> None:
         """Until somebody wakes what is waited for, at most until `ends`."""
-        sleeper: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sleepers.setdefault(what, set()).add(sleeper)
-        try:
-            await asyncio.wait({sleeper}, timeout=max(ends - _now(), 0))
-            if self._stopped:
-                raise StoreGone("the store was stopped")
-        finally:
-            sleepers = self._sleepers.get(what, set())
-            sleepers.discard(sleeper)
-            if not sleepers:
-                self._sleepers.pop(what, None)
+        bell = self._bells.setdefault(what, asyncio.Event())
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends):
+                await bell.wait()
+        if self._stopped:
+            raise StoreGone("the store was stopped")
 
     def _wake(self, kind: str, name: str) -> None:
-        for sleeper in self._sleepers.pop((kind, name), set()):
-            sleeper.set_result(None)
+        bell = self._bells.pop((kind, name), None)
+        if bell is not None:
+            bell.set()
 
-    def _list(self, request: StoreRequest) -> list[KvEntry]:
+    def _do_list(self, request: StoreRequest) -> list[KvEntry]:
         found = [e for (namespace, key), e in self._entries.items() if namespace == request.namespace and key.startswith(request.key)]
         return sorted(found, key=lambda entry: entry.key)
 
-    async def _changes_since(self, request: StoreRequest) -> Changes:
+    async def _do_changes(self, request: StoreRequest) -> Changes:
         life, arrival = request.cursor
         ends = _now() + request.seconds
         while True:
             whole = life != self._incarnation or arrival < self._forgotten
-            items = tuple(self._present(request) if whole else self._later(request, arrival))
+            items = tuple(map(_change, self._do_list(request)) if whole else self._later(request, arrival))
             if items or whole or _now() >= ends:
                 return Changes(cursor=(self._incarnation, self._arrivals), items=items, whole=whole)
             await self._sleep(("namespace", request.namespace), ends)
-
-    def _present(self, request: StoreRequest) -> Iterator[KvChange]:
-        return (_change(entry, "put") for entry in self._list(request))
 
     def _later(self, request: StoreRequest, arrival: int) -> list[KvChange]:
         found = []
@@ -220,55 +198,51 @@ class KvServer:
                 found.append(change)
         return found[::-1]
 
-    def _waits(self, request: StoreRequest) -> Waits:
-        over = sorted(self._statistics.values(), key=lambda row: -row.seconds)
-        now = []
-        for asked, started, ends in self._open.values():
-            seconds, remaining = _now() - started, max(ends - _now(), 0)
-            now.append(OpenWait(namespace=asked.namespace, waiter=asked.owner, key=asked.key, seconds=seconds, remaining=remaining))
-        return Waits(over=tuple(over), now=tuple(now))
+    def _do_waits(self, request: StoreRequest) -> Waits:
+        now = [
+            OpenWait(
+                namespace=asked.namespace, waiter=asked.owner, key=asked.key, seconds=_now() - started, remaining=max(ends - _now(), 0)
+            )
+            for asked, started, ends in self._open.values()
+        ]
+        return Waits(over=tuple(sorted(self._statistics.values(), key=lambda row: -row.seconds)), now=tuple(now))
 
     # -- writing --------------------------------------------------------------------------------------------------------------
 
-    def _put(self, request: StoreRequest) -> tuple[Version, bool] | None:
+    def _do_put(self, request: StoreRequest) -> tuple[Version, bool] | None:
         """The new version and whether somebody else had written the key, or None when a condition does not hold."""
         place = request.namespace, request.key
-        self._check_fence(request)
+        self._do_fence(request)
         old = self._entries.get(place)
         if request.conditional and request.expected != (old.version if old else None):
             return None
         if request.lease and request.lease not in self._leases:
             raise LeaseExpired(holder=request.owner, seconds=request.seconds)
-        self._number += 1
-        entry = KvEntry(
-            key=request.key,
-            value=request.value,
-            version=(self._incarnation, self._number),
-            owner=request.owner,
-            group=request.group,
-            generation=request.generation,
-            lease=request.lease,
-            client=request.client,
-        )
-        foreign = old is not None and old.client != request.client
-        if old is not None and foreign:
-            self._unheard[entry.version] = old.client, place
-        self._set(place, entry)
-        return entry.version, foreign
+        version = self._next_version()
+        self._set(place, _entry(request, request, version))
+        return version, old is not None and self._is_taken_over(old, request, version)
 
-    def _delete(self, request: StoreRequest) -> tuple[Version, bool] | None:
+    def _do_delete(self, request: StoreRequest) -> tuple[Version, bool] | None:
         """The version of the deletion and whether somebody else had written the key; None when there was none."""
-        self._check_fence(request)
-        place = request.namespace, request.key
-        old = self._entries.get(place)
+        self._do_fence(request)
+        old = self._entries.get((request.namespace, request.key))
         if old is None:
             return None
-        version, foreign = self._remove(place, "deleted", tell=False), old.client != request.client
-        if foreign:
-            self._unheard[version] = old.client, place
-        return version, foreign
+        version = self._remove((request.namespace, request.key), "deleted", tell=False)
+        return version, self._is_taken_over(old, request, version)
 
-    def _heard(self, request: StoreRequest) -> None:
+    def _is_taken_over(self, old: KvEntry, request: StoreRequest, version: Version) -> bool:
+        """Whether somebody else had written the key."""
+        foreign = old.client != request.client
+        if foreign:
+            self._unheard[version] = old.client, (request.namespace, request.key)
+        return foreign
+
+    def _next_version(self) -> Version:
+        self._number += 1
+        return self._incarnation, self._number
+
+    def _do_heard(self, request: StoreRequest) -> None:
         """The new owner of a key knows that it is. Until then the one before keeps the fact, or a restart could lose both."""
         told = self._unheard.pop(request.expected or (0, 0), None)
         if told is not None and request.expected is not None:
@@ -277,12 +251,10 @@ class KvServer:
     def _set(self, place: Place, entry: KvEntry) -> None:
         self._entries[place] = entry
         self._deletions.pop(place, None)
-        self._note(place, _change(entry, "put"))
+        self._note(place, _change(entry))
 
     def _remove(self, place: Place, kind: Literal["deleted", "expired"], *, tell: bool = True) -> Version:
-        old = self._entries.pop(place)
-        self._number += 1
-        version = self._incarnation, self._number
+        old, version = self._entries.pop(place), self._next_version()
         if tell:
             self._tell_lost(old.client, place, version)
         self._note_removed(place, KvChange(key=old.key, kind=kind, value=None, version=version, owner=old.owner))
@@ -305,7 +277,7 @@ class KvServer:
 
     # -- generations ----------------------------------------------------------------------------------------------------------
 
-    def _check_fence(self, request: StoreRequest) -> None:
+    def _do_fence(self, request: StoreRequest) -> None:
         """Raises StaleWrite for a writer of an older generation; the first of a newer one raises the fence."""
         if not request.group:
             return
@@ -324,55 +296,47 @@ class KvServer:
             if place[0] == namespace and entry.group == group and entry.generation < generation:
                 self._remove(place, "deleted")
 
-    def _fence(self, request: StoreRequest) -> None:
-        self._check_fence(request)
-
     # -- leases ---------------------------------------------------------------------------------------------------------------
 
-    def _lease(self, request: StoreRequest) -> None:
-        self._grant(request.lease, request.owner, request.seconds)
+    def _do_lease(self, request: StoreRequest) -> None:
+        self._grant(request.lease, request.seconds)
 
-    def _grant(self, lease: str, owner: str, seconds: float) -> None:
-        old = self._leases.get(lease)
-        if old is not None:
-            old.timer.cancel()
-        self._leases[lease] = _Lease(owner, seconds, self._timer(lease, seconds))
-
-    def _timer(self, lease: str, seconds: float) -> asyncio.TimerHandle:
+    def _grant(self, lease: str, seconds: float) -> None:
+        if lease in self._leases:
+            self._leases[lease].cancel()
         due = _now() + seconds
-        return asyncio.get_running_loop().call_at(due, self._expire, lease, due)
+        self._leases[lease] = asyncio.get_running_loop().call_at(due, self._expire, lease, seconds, due)
 
-    def _expire(self, lease: str, due: float) -> None:
-        held = self._leases[lease]
+    def _expire(self, lease: str, seconds: float, due: float) -> None:
         if _now() - due > STALL_SECONDS:
-            held.timer = self._timer(lease, held.seconds)
-            return
-        self._end_lease(lease, "expired")
+            self._grant(lease, seconds)
+        else:
+            self._end_lease(lease, "expired")
 
     def _end_lease(self, lease: str, kind: Literal["deleted", "expired"]) -> None:
-        self._leases.pop(lease).timer.cancel()
+        self._leases.pop(lease).cancel()
         for place in [place for place, entry in self._entries.items() if entry.lease == lease]:
             self._remove(place, kind)
 
-    def _keep(self, request: StoreRequest) -> bool:
+    def _do_keep(self, request: StoreRequest) -> bool:
         """False when the lease is over."""
-        if request.lease not in self._leases:
-            return False
-        self._grant(request.lease, request.owner, request.seconds)
-        return True
+        known = request.lease in self._leases
+        if known:
+            self._do_lease(request)
+        return known
 
-    def _release(self, request: StoreRequest) -> None:
+    def _do_release(self, request: StoreRequest) -> None:
         if request.lease in self._leases:
             self._end_lease(request.lease, "deleted")
 
     # -- owners ---------------------------------------------------------------------------------------------------------------
 
-    def _publish(self, request: StoreRequest) -> list[Place]:
+    def _do_publish(self, request: StoreRequest) -> list[Place]:
         """An owner tells its facts after a restart, with the versions they had. Returns those that are not true any more."""
         for group, generation in (request.fences or {}).items():
             self._raise_fence((request.namespace, group), generation)
         for lease, seconds in (request.leases or {}).items():
-            self._grant(lease, request.owner, seconds)
+            self._grant(lease, seconds)
         return [(fact.namespace, fact.key) for fact in request.facts if not self._take(request, fact)]
 
     def _take(self, request: StoreRequest, fact: Fact) -> bool:
@@ -386,16 +350,13 @@ class KvServer:
             return known[1].version == fact.version
         if fact.group:
             self._raise_fence(scope, fact.generation)
+        old = self._entries.pop(place, None)
+        if old is not None and (fact.deleted or old.client != request.client):
+            self._tell_lost(old.client, place, fact.version)
         if fact.deleted:
-            old = self._entries.pop(place, None)
-            if old is not None:
-                self._tell_lost(old.client, place, fact.version)
             self._note_removed(place, KvChange(key=fact.key, kind="deleted", value=None, version=fact.version, owner=request.owner))
         else:
-            old = self._entries.get(place)
-            if old is not None and old.client != request.client:
-                self._tell_lost(old.client, place, fact.version)
-            self._set(place, _entry(request, fact))
+            self._set(place, _entry(request, fact, fact.version))
         return True
 
     def _tell_lost(self, client: str, place: Place, version: Version) -> None:
@@ -407,7 +368,7 @@ class KvServer:
         known.lost[place] = version
         self._wake("client", client)
 
-    async def _stay(self, request: StoreRequest) -> dict[Place, Version]:
+    async def _do_stay(self, request: StoreRequest) -> dict[Place, Version]:
         """Held until the client has something to hear, or the time is over. It notices a restart at once by this."""
         client, ends = self._clients[request.client], _now() + request.seconds
         while not client.lost and _now() < ends:
@@ -420,18 +381,12 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _change(entry: KvEntry, kind: Literal["put"]) -> KvChange:
-    return KvChange(key=entry.key, kind=kind, value=entry.value, version=entry.version, owner=entry.owner)
+def _change(entry: KvEntry) -> KvChange:
+    return KvChange(key=entry.key, kind="put", value=entry.value, version=entry.version, owner=entry.owner)
 
 
-def _entry(request: StoreRequest, fact: Fact) -> KvEntry:
+def _entry(request: StoreRequest, told: StoreRequest | Fact, version: Version) -> KvEntry:
     return KvEntry(
-        key=fact.key,
-        value=fact.value,
-        version=fact.version,
-        owner=request.owner,
-        group=fact.group,
-        generation=fact.generation,
-        lease=fact.lease,
-        client=request.client,
-    )
+        key=told.key, value=told.value, version=version, owner=request.owner,
+        group=told.group, generation=told.generation, lease=told.lease, client=request.client,
+    )  # fmt: skip

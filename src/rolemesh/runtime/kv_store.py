@@ -16,11 +16,10 @@ import copy
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from itertools import count
 from math import inf
-from types import TracebackType
 from typing import Any, Final, Self
 
 from rolemesh.errors import DeadlineExceeded, LeaseExpired, ValueRefused
@@ -33,7 +32,6 @@ from rolemesh.protocols.store import (
     KvEntry,
     Look,
     Operation,
-    StoreAnswer,
     StoreGone,
     StoreLink,
     StoreRequest,
@@ -54,7 +52,7 @@ VALUE_BYTES: Final = 65_536
 PLAIN: Final = "made of None, bool, int, float, str, bytes, list, tuple and dict with keys of str"
 
 
-class KvStore:
+class KvStore(AbstractAsyncContextManager["KvStore"]):
     """One client. `owner` names it in messages and statistics; `group` and `generation` are those of the group that it speaks for."""
 
     def __init__(
@@ -81,16 +79,11 @@ class KvStore:
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, backend: Backend, run: str, *, owner: str = "controller", deadline: float = 60.0, node: NodeInfo | None = None
-    ) -> Self:
+    async def start(cls, backend: Backend, run: str, *, deadline: float = 60.0, node: NodeInfo | None = None) -> Self:
         """Start the store of a run, on that node or else beside the controller; its backend's `close` ends it."""
-        return cls(await backend.start_store(run, deadline, node), owner=owner)
+        return cls(await backend.start_store(run, deadline, node), owner="controller")
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -128,30 +121,17 @@ class KvStore:
         if written is None:
             return None
         version, foreign = written
-        late = version[0] < self._incarnation
-        self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""))
-        if foreign or late:
-            await self._confirm(version)
+        await self._remember(self._fact(key, value, version, lease=lease.id if lease is not None else ""), foreign)
         return version
-
-    async def _confirm(self, version: Version) -> None:
-        """This client remembers what it wrote: whose key it was before may forget it, and a store that restarted meanwhile is told."""
-        with suppress(DeadlineExceeded):  # a store that is away for so long is told all facts anyhow
-            await self._ask("heard", expected=version)
 
     async def get(self, key: str, deadline: float) -> Any:
         """The value of a key, waiting in the store until there is one. Raises DeadlineExceeded saying what there is instead."""
         now = asyncio.get_running_loop().time
-        started, looks = now(), 0
-        ends = started + deadline
-        while True:
-            subject = f"key {key!r} of {self.namespace}"
-            look: Look = await self._ask("get", since=started, ends=ends, waits=True, subject=subject, key=key, looks=looks)
-            looks = look.looks
-            if look.entry is not None:
-                return look.entry.value
-            if now() >= ends:
-                raise DeadlineExceeded(waiter=self.owner, subject=subject, seconds=now() - started, last_report=_instead(look))
+        started, subject = now(), f"key {key!r} of {self.namespace}"
+        look: Look = await self._ask("get", ends=started + deadline, waits=True, subject=subject, key=key)
+        if look.entry is None:
+            raise DeadlineExceeded(waiter=self.owner, subject=subject, seconds=now() - started, last_report=_instead(look))
+        return look.entry.value
 
     async def look(self, key: str) -> KvEntry | None:
         """A key as it is now, with version and owner; None if it is absent."""
@@ -165,12 +145,7 @@ class KvStore:
         if deleted is None:
             return False
         version, foreign = deleted
-        late = version[0] < self._incarnation
-        if foreign or late:
-            until = asyncio.get_running_loop().time() + TOMBSTONE_SECONDS
-            self._tombstones.append((until, self._fact(key, None, version, deleted=True)))
-            self._tell_again(version)
-            await self._confirm(version)
+        await self._remember(self._fact(key, None, version, deleted=True), foreign)
         return True
 
     async def list(self, prefix: str = "") -> dict[str, Any]:
@@ -218,17 +193,21 @@ class KvStore:
             group=self.group, generation=self.generation, lease=lease, deleted=deleted,
         )  # fmt: skip
 
-    def _remember(self, fact: Fact) -> None:
-        place = fact.namespace, fact.key
-        if place not in self._facts or self._facts[place].version < fact.version:
+    async def _remember(self, fact: Fact, foreign: bool) -> None:
+        """What this client wrote is there to be told after a restart, and now, if it was written before one and answered after it. Then
+        whose key it was before, if it was somebody else's, may forget it."""
+        place, late = (fact.namespace, fact.key), fact.version[0] < self._incarnation
+        if fact.deleted:
+            if foreign or late:
+                self._tombstones.append((asyncio.get_running_loop().time() + TOMBSTONE_SECONDS, fact))
+        elif place not in self._facts or self._facts[place].version < fact.version:
             self._facts[place] = fact
-        self._tell_again(fact.version)
-
-    def _tell_again(self, version: Version) -> None:
-        """A fact of this version is there to be told after a restart, and now, if it was written before one and answered after it."""
-        if version[0] < self._incarnation:
+        if late:
             self._incarnation = 0
         self._keep_facts()
+        if foreign or late:
+            with suppress(DeadlineExceeded):  # a store that is away for so long is told all facts anyhow
+                await self._ask("heard", expected=fact.version)
 
     def _keep_facts(self) -> None:
         """Stay in touch with the store from the first fact on, to tell all facts again as soon as it has restarted."""
@@ -251,7 +230,7 @@ class KvStore:
     async def _meet(self, incarnation: int) -> None:
         """Tell the facts to a store that began a new life, before anything else is asked of it."""
         async with self._meeting:
-            if self._incarnation == incarnation:
+            if self._incarnation >= incarnation:  # somebody has introduced us meanwhile
                 return
             facts = (*self._facts.values(), *(fact for _, fact in self._tombstones))
             leases = {lease.id: lease.seconds for lease in self._leases.values()}
@@ -278,23 +257,14 @@ class KvStore:
             **told,
         )
 
-    async def _ask(
-        self,
-        do: Operation,
-        *,
-        since: float | None = None,
-        ends: float | None = None,
-        waits: bool = False,
-        subject: str = "",
-        **fields: Any,
-    ) -> Any:
-        """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most, and
-        `since` is when the caller began.
+    async def _ask(self, do: Operation, *, ends: float | None = None, waits: bool = False, subject: str = "", **fields: Any) -> Any:
+        """Ask until there is an answer, at most until `ends` on the loop's clock. With `waits` the server waits too, a slice at most;
+        a read goes on so until the key is there.
 
         Raises the server's error, or DeadlineExceeded when the store is away for so long.
         """
         now = asyncio.get_running_loop().time
-        started, pause = now() if since is None else since, PAUSES[0]
+        started, pause = now(), PAUSES[0]
         ends = started + self._answer_seconds if ends is None else ends
         request = self._request(do, **fields)
         while True:
@@ -303,7 +273,11 @@ class KvStore:
                 request = replace(request, seconds=min(patience, SLICE_SECONDS), patience=patience, waited=now() - started)
             silence = request.seconds + GRACE_SECONDS if waits else min(self._answer_seconds, SLICE_SECONDS)
             try:
-                answer = await self._ask_once(request, silence)
+                asked = self._incarnation
+                answer = await self.link.ask(replace(request, incarnation=asked), silence)
+                if answer.incarnation != asked:  # a stranger: it knows the facts after this, and is asked again
+                    await self._meet(answer.incarnation)
+                    continue
             except StoreGone as gone:
                 if now() >= ends:
                     subject = subject or f"the store of {self.link.run} to answer {do} {request.key}".rstrip()
@@ -312,23 +286,14 @@ class KvStore:
                 await asyncio.sleep(min(pause, max(ends - now(), 0.001)))
                 pause = min(2 * pause, PAUSES[1])
                 continue
-            if answer is not None:
-                if answer.error is not None:
-                    raise answer.error
+            if answer.error is not None:
+                raise answer.error
+            if not (waits and isinstance(answer.value, Look) and answer.value.entry is None and now() < ends):
                 return answer.value
-
-    async def _ask_once(self, request: StoreRequest, deadline: float) -> StoreAnswer | None:
-        """None when the store was a stranger, who knows the facts now and has to be asked again."""
-        asked = self._incarnation
-        answer = await self.link.ask(replace(request, incarnation=asked), deadline)
-        if answer.incarnation == asked:
-            return answer
-        if answer.incarnation > self._incarnation:  # else somebody has introduced us meanwhile
-            await self._meet(answer.incarnation)
-        return None
+            request = replace(request, looks=answer.value.looks)
 
 
-class KvLease:
+class KvLease(AbstractAsyncContextManager["KvLease"]):
     """Kept alive by its store client until `close`. `expired` when the store has given it up, and its keys with it."""
 
     def __init__(self, store: KvStore, identity: str, seconds: float) -> None:
@@ -353,10 +318,7 @@ class KvLease:
             with suppress(DeadlineExceeded):  # a store that is away for so long forgets the lease by itself
                 await self._store._ask("release", lease=self.id)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
@@ -391,7 +353,8 @@ class KvWatch:
 
     def _take(self, changes: Changes) -> None:
         if changes.whole and changes.cursor[0] == self._cursor[0]:
-            self._coming.extend(self._vanished(changes))
+            gone = self._seen.keys() - {change.key for change in changes.items}  # deleted too long ago for the store to know
+            self._coming += [KvChange(key=key, kind="deleted", value=None, version=self._seen.pop(key), owner="") for key in sorted(gone)]
         self._cursor = changes.cursor
         for change in changes.items:
             if change.version > self._seen.get(change.key, (0, 0)):
@@ -400,11 +363,6 @@ class KvWatch:
                 self._seen[change.key] = change.version
             else:
                 self._seen.pop(change.key, None)
-
-    def _vanished(self, changes: Changes) -> list[KvChange]:
-        """Keys that were deleted too long ago for the store to know."""
-        gone = self._seen.keys() - {change.key for change in changes.items}
-        return [KvChange(key=key, kind="deleted", value=None, version=self._seen.pop(key), owner="") for key in sorted(gone)]
 
 
 def _instead(look: Look) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
+
+from rolemesh.errors import ResourceError
 
 if TYPE_CHECKING:
     from rolemesh.runtime.guard import ResourceGuard
@@ -53,6 +54,11 @@ class PoolStatus:
     waiting: tuple[Waiting, ...]
 
 
+def exact(amount: float) -> Fraction:
+    """Sums of shares must be exact: three times a third is a whole, and nothing is ever over budget by a rounding."""
+    return Fraction(amount).limit_denominator(1_000_000)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """`count` places with `share` of each free; of `among` only, if given."""
@@ -84,13 +90,6 @@ class Request:
     served: asyncio.Future[Lease]
 
 
-class Held(Protocol):
-    """A share of some places."""
-
-    share: Fraction
-    places: tuple[int, ...]
-
-
 @dataclass(eq=False, slots=True)
 class Ledger:
     """Places that are given out: those of a pool, or those of a lease, for lending."""
@@ -103,14 +102,32 @@ class Ledger:
     leases: list[Lease] = field(default_factory=list)
     queue: deque[Request] = field(default_factory=deque)
 
-    def room(self, leases: Iterable[Held] | None = None) -> dict[int, Fraction]:
+    def room(self) -> dict[int, Fraction]:
         """What is free at each place; a lender's that is leaving lends no more."""
         room = dict(self.budget)
-        for lease in self.leases if leases is None else leases:
+        for lease in self.leases:
             for place in lease.places:
                 if place in room:
                     room[place] -= lease.share
         return room
+
+    def serve(self, guard: ResourceGuard, now: float) -> list[tuple[Request, Lease]]:
+        """Give what is free to those in front, in order, until one does not fit."""
+        served = []
+        while self.queue and (places := self.queue[0].wish.pick(self.room())) is not None:
+            request = self.queue.popleft()
+            self.leases.append(Lease(guard, self, request, places, now))
+            served.append((request, self.leases[-1]))
+        return served
+
+    def wish(self, amount: float, slots: Sequence[int] | None, share: float | None) -> Wish:
+        if not self.counted:
+            return Wish(count=1, share=exact(amount))
+        among = tuple(sorted(set(slots))) if slots is not None else None
+        count = len(among) if among is not None else amount
+        if count != int(count):
+            raise ResourceError.one(f"pool {self.name}", "a whole number of slots", f"{amount:g}", "Give share=... for a part of a slot")
+        return Wish(count=int(count), share=exact(1 if share is None else share), among=among)
 
     @property
     def lender_name(self) -> str:
@@ -164,13 +181,13 @@ class Lease:
     ) -> Lease:
         """Hand some of it to somebody else, who gives it back to this lease; waits for other borrowers. See `ResourceGuard.acquire`."""
         self.lending.budget = {place: self.share for place in self.places if place not in self.leaving}
-        share = float(self.share) if self.ledger.counted else None
-        return await self._guard._acquire(self.lending, amount, who=who, deadline=deadline, slots=slots, share=share, hold=hold)
+        wish = self.lending.wish(amount, slots, float(self.share))
+        return await self._guard._acquire(self.lending, wish, who, deadline, hold)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

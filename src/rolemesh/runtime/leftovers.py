@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from contextlib import suppress
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rolemesh.runtime.janitor import JanitorLink, is_watched
-from rolemesh.runtime.janitor_process import RUN, base_folder, folder_of, is_alive, owned, processes, read_bytes, read_record
+import psutil
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+from rolemesh.runtime.janitor import JanitorLink, is_watched
+from rolemesh.runtime.janitor_process import RUN, base_folder, folder_of, is_alive, owned, processes, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ def _state(run: str, record: dict[str, Any]) -> Literal["driven", "waiting", "le
 
 def _looks(pid: int) -> dict[str, Any]:
     try:
-        command = read_bytes(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-        return {"command": command[:120], "bytes": int(read_bytes(f"/proc/{pid}/statm").split()[1]) * PAGE}
-    except OSError:  # it has just ended
+        found = psutil.Process(pid)
+        return {"command": " ".join(found.cmdline()).strip()[:120], "bytes": found.memory_info().rss}
+    except psutil.Error:  # it has just ended
         return {"command": "", "bytes": 0}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rolemesh.errors import DeadlineExceeded, ResourceError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import local_inventory
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
+from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.host import ProcessHost
 from rolemesh.runtime.janitor import JanitorLink
@@ -140,14 +140,10 @@ class LocalBackend:
         self._hosts[spec.name] = ProcessHost(spec.name, node)
         return Process(spec=spec, node=node, address=ADDRESS, pid=os.getpid(), handle=self._hosts[spec.name])
 
-    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> Failure | None:
         self._check_alive(process)
-        failure = process.handle.add_worker(spec)
-        if failure is not None:
-            raise WorkerError(
-                group=spec.group, rank=spec.context.rank, node=process.node, pid=process.pid, method="__init__",
-                original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
-            ) from failure.error  # fmt: skip
+        failure: Failure | None = process.handle.add_worker(spec)
+        return failure
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         try:
@@ -191,7 +187,8 @@ class LocalBackend:
 
     def _check_alive(self, process: Process) -> None:
         if self._hosts.get(process.spec.name) is not process.handle:
-            raise WorkerDied(
-                group="", rank=-1, node=process.node, pid=process.pid, method="", original_type="Killed",
-                original_message=f"process {process.spec.name} was ended",
-            )  # fmt: skip
+            raise died(process, "was ended")
+
+
+def died(process: Process, how: str) -> WorkerError:
+    return process.error(WorkerDied, "Killed", f"process {process.spec.name} {how}")

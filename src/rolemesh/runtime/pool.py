@@ -74,6 +74,11 @@ class Pool:
         """Of each place, where it is now."""
         return tuple(self._reserved[self._moved.get(place, place)] for place in range(len(self._reserved)))
 
+    @property
+    def places(self) -> tuple[tuple[Self, int], ...]:
+        """This pool and the number of each place, as a `PoolView` has them of several."""
+        return tuple((self, place) for place in range(len(self._reserved)))
+
     async def create(self, deadline: float) -> None:
         """Reserve the bundles. Raises ResourceError on expiry."""
         await self.backend.create_pool(self._full_name, self._reserved, self.nodes, deadline)

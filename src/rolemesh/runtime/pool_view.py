@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from rolemesh.errors import ResourceError
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.protocols.backend import Backend, Bundle, Process, Resident
-from rolemesh.runtime.pool import Pool, Restore
+from rolemesh.protocols.backend import Backend, Bundle
+from rolemesh.runtime.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +40,10 @@ class PoolView:
         found = [(pool, pool.bundles[bundle]) for pool, bundle in self.places]
         return tuple(replace(bundle, node=index[pool.nodes[bundle.node].name]) for pool, bundle in found)
 
-    async def process(self, bundle: int, deadline: float) -> Process:
-        pool, place = self.places[bundle]
-        return await pool.process(place, deadline)
-
-    def latest(self, bundle: int) -> Process | None:
-        pool, place = self.places[bundle]
-        return pool.latest(place)
-
-    def resident(self, bundle: int, group: str) -> Resident | None:
-        pool, place = self.places[bundle]
-        return pool.resident(place, group)
-
-    def move_in(self, bundle: int, group: str, restore: Restore) -> None:
-        pool, place = self.places[bundle]
-        pool.move_in(place, group, restore)
-
-    def tenants(self, bundle: int) -> frozenset[str]:
-        pool, place = self.places[bundle]
-        return pool.tenants(place)
-
-    async def replace(self, bundle: int, deadline: float) -> None:
-        pool, place = self.places[bundle]
-        await pool.replace(place, deadline)
-
-    async def kill(self, bundle: int) -> None:
-        pool, place = self.places[bundle]
-        await pool.kill(place)
-
 
 def split(pool: Pool | PoolView, sizes: Sequence[int]) -> list[PoolView]:
     """Cut a pool into parts of so many places each, in order. Raises ResourceError when they do not add up to the pool."""
-    places = _places(pool)
+    places = pool.places
     if sum(sizes) != len(places) or min(sizes, default=0) < 1:
         need = f"parts of at least one place that add up to its {len(places)}"
         raise ResourceError.one(f"pool {pool.name}", need, f"parts of {', '.join(map(str, sizes)) or 'nothing'}", "Give other sizes")
@@ -84,13 +56,9 @@ def split(pool: Pool | PoolView, sizes: Sequence[int]) -> list[PoolView]:
 def merge(name: str, pools: Sequence[Pool | PoolView]) -> PoolView:
     """One pool of the places of several, in order. Raises ResourceError for none, for a place that comes twice, and for pools of
     different backends."""
-    places = tuple(place for pool in pools for place in _places(pool))
+    places = tuple(place for pool in pools for place in pool.places)
     backends = {id(pool.backend) for pool in pools}
     if len(backends) != 1 or len(set(places)) < len(places):
         found = f"{len(pools)} pools of {len(backends)} backends with {len(places)} places, {len(set(places))} of them different"
         raise ResourceError.one(f"pool {name}", "pools of one backend without a place in common", found, "Merge others")
     return PoolView(name, places)
-
-
-def _places(pool: Pool | PoolView) -> tuple[tuple[Pool, int], ...]:
-    return pool.places if isinstance(pool, PoolView) else tuple((pool, bundle) for bundle in range(len(pool.bundles)))

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from rolemesh.errors import DeadlineExceeded, Problem, ResourceError, WorkerDied
+from rolemesh.errors import DeadlineExceeded, Problem, ResourceError
 from rolemesh.plan.schema import Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, Report, WorkerSpec, taken
+from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, Reply, Report, WorkerSpec, taken
 from rolemesh.runtime.faults import Faults
-from rolemesh.runtime.host import Answered, ProcessHost
-from rolemesh.runtime.local import ROUNDING, Held, LocalBackend
+from rolemesh.runtime.host import ProcessHost
+from rolemesh.runtime.local import ROUNDING, Held, LocalBackend, died
 from rolemesh.runtime.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -30,23 +30,13 @@ MACHINE = NodeInfo(name="sim-0", cpus=8, memory_bytes=64 * 2**30)
 
 
 class _Process:
-    """What the backend knows of a process: its workers, the calls in its queue, and the one under way."""
+    """What the backend knows of a process: its workers, the calls that it was given, and the one under way, which has the turn."""
 
     def __init__(self, host: ProcessHost) -> None:
-        self.host = host
-        self.alive = True
+        self.host, self.turn = host, asyncio.Lock()
         self.ranks: dict[str, int] = {}
-        self.queue: deque[_Work] = deque()
-        self.running: asyncio.Task[None] | None = None
+        self.works: dict[asyncio.Task[None], OnAnswer] = {}
         self.call, self.since = "", 0.0
-
-
-class _Work:
-    """A call in a queue, with what it will answer."""
-
-    def __init__(self, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> None:
-        self.call, self.blocks, self.answered = call, blocks, answered
-        self.written = Held(None), Held(None)
 
 
 class SimulatedBackend(LocalBackend):
@@ -147,9 +137,10 @@ class SimulatedBackend(LocalBackend):
         self._running[spec.name] = _Process(host)
         return Process(spec=spec, node=node, address=node, pid=self._pids, created=self.time(), handle=host)
 
-    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
-        await super().add_worker(process, spec, deadline)
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> Failure | None:
+        failure = await super().add_worker(process, spec, deadline)
         self._running[process.spec.name].ranks[spec.group] = spec.context.rank
+        return failure
 
     async def kill(self, process: Process) -> None:
         if self._hosts.get(process.spec.name) is process.handle:
@@ -158,18 +149,15 @@ class SimulatedBackend(LocalBackend):
 
     def _end(self, process: Process, how: str) -> None:
         """From now on it answers nothing; who waits for it is told."""
-        ended = self._running.pop(process.spec.name)
-        ended.alive = False
         self._hosts.pop(process.spec.name)
-        if ended.running is not None:
-            ended.running.cancel()
-        for work in ended.queue:
-            work.answered(_died(process, how))
+        for work, answered in self._running.pop(process.spec.name).works.items():
+            work.cancel()
+            answered(died(process, how))
 
     async def close(self) -> None:
         for process in self._running.values():
-            if process.running is not None:
-                process.running.cancel()
+            for work in process.works:
+                work.cancel()
         self._running.clear()
         self._reserved.clear()
         await super().close()
@@ -177,24 +165,28 @@ class SimulatedBackend(LocalBackend):
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
-        work = _Work(call, blocks, answered)
+        written = Held(None), Held(None)
         if self._hosts.get(process.spec.name) is not process.handle:
-            answered(_died(process, "is gone"))
+            answered(died(process, "is gone"))
         else:
             running = self._running[process.spec.name]
-            running.queue.append(work)
-            if running.running is None:
-                running.running = asyncio.ensure_future(self._compute(process, running))
-        return work.written
+            work = asyncio.ensure_future(self._take_turn(process, running, call, blocks, written))
+            running.works[work] = answered
+        return written
 
-    async def _compute(self, process: Process, running: _Process) -> None:
+    async def _take_turn(self, process: Process, running: _Process, *work: Any) -> None:
         """The compute thread: one call at a time, in the order in which they came."""
-        while running.alive and running.queue:
-            await self._work(process, running, running.queue[0])
-        running.running = None
+        async with running.turn:
+            reply = await self._work(process, running, *work)
+        answered = running.works.pop(cast("asyncio.Task[None]", asyncio.current_task()))
+        if reply is not None:
+            answered(reply)
 
-    async def _work(self, process: Process, running: _Process, work: _Work) -> None:
-        call, rank = work.call, running.ranks.get(work.call.group, 0)
+    async def _work(
+        self, process: Process, running: _Process, call: Call, blocks: Sequence[Any], written: tuple[Held, Held]
+    ) -> Reply | None:
+        """None for an answer that never arrives."""
+        rank = running.ranks.get(call.group, 0)
         self._calls[call.group, call.method, rank] += 1
         nth = self._calls[call.group, call.method, rank]
         fault = self._faults.strike(call, rank, nth)
@@ -206,15 +198,11 @@ class SimulatedBackend(LocalBackend):
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(seconds / 2 if fault == "death" else seconds)
         if fault == "death":
-            running.running = None
             self._end(process, f"died in {call.group}.{call.method}")
-            return
-        reply, (numbers, others) = _since(began, running.host.execute(call, [block.value for block in work.blocks]))
-        work.written[0].value, work.written[1].value = numbers, others
+            await asyncio.sleep(0)  # it ends here with all others
+        reply, (written[0].value, written[1].value) = running.host.execute(call, [block.value for block in blocks])
         running.call, running.since = "", self.time()
-        running.queue.popleft()
-        if fault != "lost_reply":
-            work.answered(reply)
+        return reply._replace(started=began) if fault != "lost_reply" else None  # the method took no time by itself
 
     def _seconds(self, call: Call, rank: int, nth: int) -> float:
         duration = self._durations.get(f"{call.group}.{call.method}", self._durations.get(call.method, 0.0))
@@ -239,16 +227,3 @@ def _wanted(bundles: Sequence[Bundle], nodes: Sequence[NodeInfo]) -> dict[str, t
         mine = [bundle for bundle in bundles if bundle.node == index]
         wanted[nodes[index].name] = sum(bundle.cpus for bundle in mine), sum(bundle.gpus for bundle in mine)
     return wanted
-
-
-def _since(began: float, answered: Answered) -> Answered:
-    """The method took no time by itself: its call began when the process took it up."""
-    reply, written = answered
-    return reply._replace(started=began), written
-
-
-def _died(process: Process, how: str) -> WorkerDied:
-    return WorkerDied(
-        group="", rank=-1, node=process.node, pid=process.pid, method="", original_type="Killed",
-        original_message=f"process {process.spec.name} {how}", log_path=process.spec.log_path,
-    )  # fmt: skip

@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from collections.abc import Mapping
-from typing import Any
 
 from rolemesh.errors import StandStill
 
 
-class _JumpingSelector(selectors.BaseSelector):
+class _JumpingSelector(selectors.DefaultSelector):
     """Instead of sleeping it moves the clock on."""
 
     def __init__(self, start: float, limit: float) -> None:
+        super().__init__()
         self.now, self._limit = start, limit
-        self._real = selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = self._real.select(0)
+        ready = super().select(0)
         if ready or timeout == 0:
             return ready
         if timeout is None:
@@ -33,18 +31,6 @@ class _JumpingSelector(selectors.BaseSelector):
         if self.now > self._limit:
             raise StandStill(reason=f"it has gone on for more than {self._limit:g} virtual seconds", tasks=_tasks())
         return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._real.get_map()
-
-    def close(self) -> None:
-        self._real.close()
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from rolemesh.observe import Metrics, SpanRecorder
@@ -22,24 +22,8 @@ Columns = tuple[str, ...] | Callable[..., tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """How a method is called from the controller."""
-
-    dispatch: Dispatch
-    reads: Columns
-    writes: Columns
-    mutates: bool
-    stores: bool
-
-    def settle(self, settings: Mapping[str, Any]) -> Settled:
-        """The method as it is for workers with these settings."""
-        reads, writes = (columns(**settings) if callable(columns) else columns for columns in (self.reads, self.writes))
-        return Settled(dispatch=self.dispatch, reads=reads, writes=writes, mutates=self.mutates, stores=self.stores)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A registered method of workers whose settings, and so columns, are known."""
+    """How a method is called from the controller, of workers whose settings, and so columns, are known."""
 
     dispatch: Dispatch
     reads: tuple[str, ...]
@@ -71,29 +55,28 @@ def register(
         dispatch = DISPATCHES[dispatch]
     if writes and stores:
         raise ValueError("a method either writes columns or stores an object, not both")
-    mark = Registered(dispatch=dispatch, reads=reads, writes=writes, mutates=mutates, stores=stores)
+    way = dispatch
+
+    def settle(settings: Mapping[str, Any]) -> Settled:
+        read, written = (columns(**settings) if callable(columns) else columns for columns in (reads, writes))
+        return Settled(dispatch=way, reads=read, writes=written, mutates=mutates, stores=stores)
 
     def decorate(method: F) -> F:
-        setattr(method, REGISTERED, mark)
+        setattr(method, REGISTERED, settle)
         return method
 
     return decorate
 
 
-def registered_methods(worker_class: type) -> dict[str, Registered]:
-    """The callable methods of a worker class, inherited ones included (an override keeps the mark of what it overrides)."""
-    found: dict[str, Registered] = {}
-    for base in reversed(worker_class.__mro__):
-        for name, value in vars(base).items():
-            mark = getattr(value, REGISTERED, None)
-            if isinstance(mark, Registered):
-                found[name] = mark
-    return found
+def registered_methods(worker_class: type) -> dict[str, Callable[[Mapping[str, Any]], Settled]]:
+    """The callable methods of a worker class by name, inherited ones included (an override keeps the mark of what it overrides)."""
+    members = [member for base in reversed(worker_class.__mro__) for member in vars(base).items()]
+    return {name: getattr(value, REGISTERED) for name, value in members if hasattr(value, REGISTERED)}
 
 
 def settled_methods(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Settled]:
     """The callable methods of workers that are constructed with these keyword settings."""
-    return {name: method.settle(settings) for name, method in registered_methods(worker_class).items()}
+    return {name: settle(settings) for name, settle in registered_methods(worker_class).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,19 +121,6 @@ class WorkerContext:
         return replace(self, master_address=rendezvous.address, master_port=rendezvous.port, generation=rendezvous.generation)
 
 
-@dataclass(slots=True)
-class Peers:
-    """The other workers of the same process, by group name: how a hybrid engine reaches its trainer."""
-
-    workers: Mapping[str, Worker] = field(default_factory=dict)
-
-    def __getitem__(self, group: str) -> Worker:
-        return self.workers[group]
-
-    def __contains__(self, group: str) -> bool:
-        return group in self.workers
-
-
 class Worker:
     """Base class of everything a worker group holds.
 
@@ -165,7 +135,8 @@ class Worker:
         self.context = context
         self.metrics = Metrics()
         self.spans = SpanRecorder(context.process, context.group)
-        self.peers = Peers()
+        self.peers: Mapping[str, Worker] = {}
+        """The workers of the same process, by group name: how a hybrid engine reaches its trainer."""
         self.communicator: Communicator | None = None
         self._kv: BlockingKvStore | None = None
 
@@ -199,8 +170,7 @@ class Worker:
         self.context = context = self.context.joined(rendezvous)
         self.communicator = Communicator(
             rendezvous, rank=context.rank, world_size=context.world_size, address=context.address, device=context.device,
-            owner=context.group,
-            tensor_parallel=context.tensor_parallel,
+            owner=context.group, tensor_parallel=context.tensor_parallel,
         )  # fmt: skip  # from here on `abort` can cut it
         store = getattr(self, "_store", None) if context.rank == 0 else None
         self.communicator.form(deadline=deadline, timeout=timeout, store=store)

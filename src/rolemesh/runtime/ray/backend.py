@@ -7,8 +7,9 @@ restarts actors nor retries tasks for us. A pool or a call that does not come to
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,17 +29,17 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolemesh.errors import BatchError, ConfigError, DataLost, DeadlineExceeded, ResourceError, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DataLost, ResourceError, RolemeshError, WorkerDied, WorkerError
 from rolemesh.plan.inventory import network_interfaces
-from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
-from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
+from rolemesh.plan.schema import NODE_ID, NodeInfo
+from rolemesh.protocols.backend import Bundle, Call, Capability, Failure, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.runtime.ray.cluster import RayCluster
 from rolemesh.runtime.ray.host import RayHost, end_process, find_process, flat_call, whole_reply
 from rolemesh.runtime.ray.nodes import find_inventory, probe_nodes, request_nodes
 from rolemesh.runtime.ray.reserve import ReservedPool, amounts, shortage
-from rolemesh.runtime.ray.standing import NAMESPACE, Reserved, named, processes, reserved
+from rolemesh.runtime.ray.standing import NAMESPACE, named, processes, reserved
 from rolemesh.runtime.ray.store import RayStoreLink
-from rolemesh.runtime.ray.waiting import first_lines, import_failure, plain, within
+from rolemesh.runtime.ray.waiting import first_lines, import_failure, in_time, within
 
 T = TypeVar("T")
 LOG_TAIL_LINES = 20
@@ -80,8 +81,8 @@ class RayBackend:
         if detached and run is None:
             raise ConfigError.one("run", "is needed for what is detached", "none", "Name it; whoever takes over gives the same name")
         self._cluster = RayCluster(
-            address,
-            run=run,
+            known=address,
+            run=run or f"program-{secrets.token_hex(6)}",
             time_to_live=self._time_to_live,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
@@ -144,14 +145,9 @@ class RayBackend:
 
     # -- resources ------------------------------------------------------------------------------------------------------------
 
-    async def inventory(self) -> Inventory:
-        return await find_inventory()
-
-    async def probe(self, inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
-        return await probe_nodes(inventory, nodes, deadline)
-
-    async def ask_for(self, wanted: Sequence[NodeInfo]) -> None:
-        await request_nodes(wanted)
+    inventory = staticmethod(find_inventory)
+    probe = staticmethod(probe_nodes)
+    ask_for = staticmethod(request_nodes)
 
     async def create_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> None:
         alive = {info.labels.get(NODE_ID): info.name for info in (await find_inventory()).nodes}
@@ -161,17 +157,15 @@ class RayBackend:
             raise ResourceError.one(f"pool {name}", f"node {gone[0]}", f"alive: {known}", "Plan again with the nodes there are")
         if name in self._pools:
             raise taken(name)
-        pool = self._pools[name] = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
+        pool = self._pools[name] = ReservedPool(bundles, nodes)
         self._kept.discard(name)
         ends = self.time() + deadline
         try:
-            for node in sorted({bundle.node for bundle in bundles}):
-                shares, homes = pool.layout(node)
+            for node, shares in pool.shares.items():
                 selector = [{NODE_ID: nodes[node].labels[NODE_ID]}] * len(shares)
                 pool.groups[node] = placement_group(
                     shares, strategy="PACK", name=f"{name}@{node}", lifetime=self._lifetime, bundle_label_selector=selector
                 )
-                pool.homes.update(homes)
             waiting = [node for node, group in pool.groups.items() if not await _placed(group, ends - self.time())]
             problems = shortage(name, pool, waiting, await find_inventory()) if waiting else []
         except BaseException:
@@ -188,21 +182,19 @@ class RayBackend:
 
     async def attach_pool(self, name: str, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], deadline: float) -> list[Process] | None:
         there = (await reserved(name)).get(name, [])
-        pool = ReservedPool(bundles=tuple(bundles), nodes=tuple(nodes))
-        touched = {bundle.node for bundle in bundles}
-        for node in touched:
-            shares, homes = pool.layout(node)
+        pool = ReservedPool(bundles, nodes)
+        for node, shares in pool.shares.items():
             standing = next((found.group for found in there if found.holds(nodes[node].labels[NODE_ID], shares)), None)
             if standing is not None:
                 pool.groups[node] = standing
-                pool.homes.update(homes)
-        if not touched or len(there) != len(touched) or pool.groups.keys() != touched:
-            _remove(there)
+        if not pool.shares or len(there) != len(pool.shares) or pool.groups.keys() != pool.shares.keys():
+            for found in there:
+                remove_placement_group(found.group)
             return None
         self._pools[name] = pool
         self._kept.discard(name)
-        found = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
-        return [process for process in found if process is not None]
+        living = await asyncio.gather(*(self._living(actors, deadline) for actors in (await processes(name)).values()))
+        return [process for process in living if process is not None]
 
     async def _living(self, numbered: Sequence[tuple[int, Any]], deadline: float) -> Process | None:
         """The newest process of a bundle, unless it does not answer. The others are killed."""
@@ -223,8 +215,8 @@ class RayBackend:
 
     async def give_back(self, keep: Collection[str]) -> None:
         for name, groups in (await reserved(self.prefix)).items():
-            if name not in keep:
-                _remove(groups)
+            for found in groups if name not in keep else ():
+                remove_placement_group(found.group)  # Ray ends what runs in it
 
     # -- processes ------------------------------------------------------------------------------------------------------------
 
@@ -243,10 +235,7 @@ class RayBackend:
             resources=shares,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=pool.homes[spec.bundle]),
         )
-        try:
-            actor = await named(lambda: host.remote(spec, node.name, self._time_to_live), ends)
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=f"the name {spec.name} to be free", seconds=deadline) from error
+        actor = await named(spec.name, lambda: host.remote(spec, node.name, self._time_to_live), deadline)
         starting = Process(spec=spec, node=node.name, address="", pid=0, handle=actor)
         try:
             subject = f"process {spec.name} to start"
@@ -256,15 +245,10 @@ class RayBackend:
             raise
         return replace(starting, address=address, pid=pid, created=created)
 
-    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> None:
-        rank = spec.context.rank
-        failure = await self._settle(process.handle.add_worker.remote(spec), deadline, f"{spec.group} rank {rank} to be made", process)
-        if failure is not None:
-            raise WorkerError(
-                group=spec.group, rank=rank, node=process.node, pid=process.pid, method="__init__",
-                original_type=failure.type, original_message=failure.message, original_traceback=failure.traceback,
-                log_path=process.spec.log_path,
-            ) from failure.error  # fmt: skip
+    async def add_worker(self, process: Process, spec: WorkerSpec, deadline: float) -> Failure | None:
+        subject = f"{spec.group} rank {spec.context.rank} to be made"
+        failure: Failure | None = await self._settle(process.handle.add_worker.remote(spec), deadline, subject, process)
+        return failure
 
     def call(self, process: Process, call: Call, blocks: Sequence[Any], answered: OnAnswer) -> tuple[Any, Any]:
         numbers = others = None
@@ -286,11 +270,9 @@ class RayBackend:
 
     async def _settle(self, ref: Any, deadline: float, subject: str, process: Process) -> Any:
         try:
-            return await within(deadline, ref)
+            return await in_time(deadline, ref, subject)
         except RayError as error:
             raise _failed(process, error) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=deadline) from error
 
     async def kill(self, process: Process) -> None:
         ray.kill(process.handle, no_restart=True)
@@ -302,16 +284,13 @@ class RayBackend:
 
     # -- values ---------------------------------------------------------------------------------------------------------------
 
-    def put(self, value: Any) -> Any:
-        return ray.put(value)
+    put = staticmethod(ray.put)
 
     async def fetch(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         try:
-            return list(await within(deadline, asyncio.gather(*map(plain, refs))))
+            return list(await in_time(deadline, asyncio.gather(*refs), f"{len(refs)} stored values"))
         except RayError as error:
             raise DataLost(waiter="the controller", cause=first_lines(_cause(error))) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(waiter="the controller", subject=f"{len(refs)} stored values", seconds=deadline) from error
 
 
 def _tell(answered: OnAnswer, process: Process, reply: Any, found: list[Any] | Exception) -> None:
@@ -332,12 +311,6 @@ def _unsent(process: Process, call: Call, error: Exception) -> BatchError:
     return told
 
 
-def _remove(groups: Iterable[Reserved]) -> None:
-    """Ray ends what runs in them."""
-    for found in groups:
-        remove_placement_group(found.group)
-
-
 async def _placed(group: PlacementGroup, seconds: float) -> bool:
     try:
         await within(max(seconds, 0.01), group.ready())
@@ -354,19 +327,12 @@ def _failed(process: Process, error: RayError) -> RolemeshError:
     if isinstance(cause, ObjectLostError):
         return DataLost(waiter=f"process {process.spec.name}", cause=first_lines(cause))
     if missing := import_failure(process.node, cause):
-        return _worker_error(WorkerError, process, "ModuleNotFoundError", missing, original_traceback=str(error))
+        return process.error(WorkerError, "ModuleNotFoundError", missing, original_traceback=str(error))
     if not isinstance(error, GONE):
-        return _worker_error(WorkerError, process, type(cause).__name__, str(cause), original_traceback=str(error))
+        return process.error(WorkerError, type(cause).__name__, str(cause), original_traceback=str(error))
     reason = "unreachable" if isinstance(error, ActorUnavailableError) else "died"
     message = f"process {process.spec.name} {reason}: {first_lines(error)}"
-    return _worker_error(WorkerDied, process, type(error).__name__, message, log_tail=_tail(process.spec.log_path))
-
-
-def _worker_error(kind: type[WorkerError], process: Process, original: str, message: str, **more: str) -> WorkerError:
-    return kind(
-        group="", rank=-1, node=process.node, pid=process.pid, method="", original_type=original, original_message=message,
-        log_path=process.spec.log_path, **more,
-    )  # fmt: skip
+    return process.error(WorkerDied, type(error).__name__, message, log_tail=_tail(process.spec.log_path))
 
 
 def _cause(error: RayError) -> Exception:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,25 +45,19 @@ LARGE_COPIES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 a process starts; by itself it begins at 3/4 of the last cache, which where few processors see a large one is more than any weight."""
 
 
+@dataclass(slots=True, kw_only=True)
 class RayCluster:
-    """`address` is None for a cluster of this run alone, on this machine. `time_to_live` is how many seconds the run's processes may live
-    without a driver; with 0 they end with it."""
+    """`known` is the address of one to join, None for a cluster of this run alone, on this machine. `time_to_live` is how many seconds the
+    run's processes may live without a driver; with 0 they end with it."""
 
-    def __init__(
-        self,
-        address: str | None,
-        *,
-        run: str | None,
-        time_to_live: float,
-        num_cpus: float | None,
-        num_gpus: int | None,
-        object_store_bytes: int | None,
-        pythonpath: Sequence[str],
-    ) -> None:
-        self.run = run or f"program-{secrets.token_hex(6)}"
-        self._address, self._time_to_live, self._num_cpus, self._num_gpus = address, time_to_live, num_cpus, num_gpus
-        self._object_store_bytes, self._pythonpath = object_store_bytes, tuple(pythonpath)
-        self._janitor: JanitorLink | None = None
+    known: str | None
+    run: str
+    time_to_live: float
+    num_cpus: float | None
+    num_gpus: int | None
+    object_store_bytes: int | None
+    pythonpath: Sequence[str]
+    _janitor: JanitorLink | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Join the cluster, or start one; the cluster that an earlier driver of this run left alive is joined. Does nothing when it has."""
@@ -71,27 +65,26 @@ class RayCluster:
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the job here, not background work
-        self._janitor = JanitorLink(
-            self.run, "drive", own=self._address is None, address=self._address or "", ttl=self._time_to_live
-        )  # from here on there is something to end
+        # From here on there is something to end.
+        self._janitor = JanitorLink(self.run, "drive", own=self.known is None, address=self.known or "", ttl=self.time_to_live)
         address = self._janitor.answer["address"]
         logging.getLogger("ray").setLevel(logging.ERROR)
-        if self._address is None:
+        if self.known is None:
             enable_token_auth_by_default()
             ensure_token_if_auth_enabled()
             address = address or self._start_head(self._janitor.folder)
         env = UNDISTURBED | {RUN: self.run, TUNABLES: os.environ.get(TUNABLES, LARGE_COPIES)}
-        if self._pythonpath:
-            env["PYTHONPATH"] = os.pathsep.join(self._pythonpath)
+        if self.pythonpath:
+            env["PYTHONPATH"] = os.pathsep.join(self.pythonpath)
         join(address, runtime_env={"env_vars": env})
         self._janitor.tell("address", address=self.address)
 
     def _start_head(self, folder: Path) -> str:
         """In a session of its own, so that signals to this process's group or terminal do not reach it."""
         options = {
-            "num_cpus": self._num_cpus,
-            "num_gpus": self._num_gpus,
-            "object_store_memory": self._object_store_bytes,
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "object_store_memory": self.object_store_bytes,
             "temp_dir": str(folder / "ray"),
         }
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | UNDISTURBED | {RUN: self.run}

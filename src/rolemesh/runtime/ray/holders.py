@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,13 +27,11 @@ class Holdings:
     pending: tuple[str, ...] = ()
     """Groups that wait for room, in words."""
 
-    def on(self, node: str) -> dict[str, dict[str, float]]:
+    def on(self, node: str) -> Mapping[str, Mapping[str, float]]:
         """Amounts by resource of each holder on a node."""
-        found: dict[str, dict[str, float]] = {}
+        found: dict[str, Counter[str]] = {}
         for holder, amounts in self.parts.get(node, ()):
-            held = found.setdefault(holder, {})
-            for name, amount in amounts.items():
-                held[name] = held.get(name, 0.0) + amount
+            found.setdefault(holder, Counter()).update(amounts)
         return found
 
     def pieces(self, node: str, name: str) -> list[float]:
@@ -51,9 +50,9 @@ def find_holders() -> Holdings:
             for bundle in group.bundles:
                 found.parts.setdefault(bundle.node_id.hex(), []).append((_holder(group, driven), _sorted(bundle.unit_resources)))
         elif group.state != gcs_pb2.PlacementGroupTableData.REMOVED:
-            wanted: dict[str, float] = {}
+            wanted: Counter[str] = Counter()
             for bundle in group.bundles:
-                wanted |= {name: wanted.get(name, 0) + amount for name, amount in bundle.unit_resources.items()}
+                wanted.update(bundle.unit_resources)
             pending.append(f"{_holder(group, driven)} waits for {amounts_text(_sorted(wanted))}")
     for actor in actors:
         if actor.state == gcs_pb2.ActorTableData.ALIVE and not actor.placement_group_id and actor.required_resources:

@@ -19,7 +19,7 @@ from rolemesh.plan.ledger import DEVICES
 from rolemesh.plan.schema import NODE_ID, Inventory, NodeInfo
 from rolemesh.runtime.calls import together
 from rolemesh.runtime.ray.holders import SLACK, Holdings, find_holders, whole_devices
-from rolemesh.runtime.ray.waiting import import_failure, plain, within
+from rolemesh.runtime.ray.waiting import import_failure, in_time
 
 NODES_SECONDS = 30.0
 
@@ -33,10 +33,7 @@ OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 async def find_inventory() -> Inventory:
     """The nodes that are alive. Ray asks its head node and blocks meanwhile, so a thread does it."""
-    try:
-        return await within(NODES_SECONDS, asyncio.to_thread(_inventory))
-    except TimeoutError as error:
-        raise DeadlineExceeded(waiter="the controller", subject="Ray's list of nodes", seconds=NODES_SECONDS) from error
+    return await in_time(NODES_SECONDS, asyncio.to_thread(_inventory), "Ray's list of nodes")
 
 
 def _inventory() -> Inventory:
@@ -52,7 +49,10 @@ def _node_info(node: Mapping[str, Any], alone: bool, free: Mapping[str, float], 
     key, total = node["NodeID"], node["Resources"]
     others = [name for name in total if name not in OWN_RESOURCES and not name.startswith(OWN_MARKS)]
     left = {name: free.get(name, 0.0) for name in ("CPU", "GPU", *others)}
-    holders = {name: _named(amounts, left) for name, amounts in holdings.on(key).items()}
+    holders = {
+        holder: {name: amount for name, amount in amounts.items() if name in left and amount > SLACK}
+        for holder, amounts in holdings.on(key).items()
+    }
     rest = {name: total.get(name, 0.0) - left[name] - sum(held.get(name, 0.0) for held in holders.values()) for name in left}
     if rest := {name: amount for name, amount in rest.items() if amount > SLACK}:
         holders["others"] = rest
@@ -77,10 +77,6 @@ def _node_info(node: Mapping[str, Any], alone: bool, free: Mapping[str, float], 
     )
 
 
-def _named(amounts: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
-    return {name: amount for name, amount in amounts.items() if name in names and amount > SLACK}
-
-
 async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: float) -> Inventory:
     """The inventory with what processes on these nodes see. Raises RolemeshError naming a node where they cannot run."""
 
@@ -91,7 +87,7 @@ async def probe_nodes(inventory: Inventory, nodes: Collection[int], deadline: fl
         node = inventory.nodes[index]
         here = NodeAffinitySchedulingStrategy(node.labels[NODE_ID], soft=False)
         try:
-            sight: NodeInfo = await plain(look.options(scheduling_strategy=here).remote())
+            sight: NodeInfo = await look.options(scheduling_strategy=here).remote()
         except RayError as error:
             raise RolemeshError(text=import_failure(node.name, error) or f"node {node.name} runs no process: {error}") from error
         seen[index] = _seen(node, sight)
@@ -128,10 +124,7 @@ async def request_nodes(wanted: Sequence[NodeInfo]) -> None:
         selectors: list[dict[str, str]] = [{}] * len(held) + [dict(node.labels) for node in wanted]
         request_resources(bundles=bundles, bundle_label_selectors=selectors)
 
-    try:
-        await within(NODES_SECONDS, asyncio.to_thread(ask))
-    except TimeoutError as error:
-        raise DeadlineExceeded(waiter="the controller", subject="Ray's autoscaler", seconds=NODES_SECONDS) from error
+    await in_time(NODES_SECONDS, asyncio.to_thread(ask), "Ray's autoscaler")
 
 
 def _bundle(node: NodeInfo) -> dict[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ray.util.placement_group import PlacementGroup
 
@@ -17,20 +17,36 @@ RESOLUTION = 10_000
 """Ray counts in parts of this and rounds: six times 1/6 would be more than one device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedPool:
-    """A pool that was asked for: one placement group for each node it touches, and where in it each bundle lives."""
+    """A pool that was asked for: one placement group for each node it touches, what these reserve, and where in them each bundle lives.
 
-    bundles: tuple[Bundle, ...]
-    nodes: tuple[NodeInfo, ...]
-    groups: dict[int, PlacementGroup] = field(default_factory=dict)
-    homes: dict[int, int] = field(default_factory=dict)
+    As many equal bundles as share one device are reserved as one, which has the device to itself: else Ray would put the first of them
+    beside a stranger's part. Those that are left reserve their parts, and may share a device with what other pools have left.
+    """
 
-    def layout(self, node: int) -> tuple[list[dict[str, float]], dict[int, int]]:
-        """(what to reserve on a node, which of it each bundle there lives in)."""
-        here = [position for position, bundle in enumerate(self.bundles) if bundle.node == node]
-        reserved, homes = reservations([self.bundles[position] for position in here])
-        return reserved, dict(zip(here, homes, strict=True))
+    def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[NodeInfo]) -> None:
+        self.bundles, self.nodes = tuple(bundles), tuple(nodes)
+        self.groups: dict[int, PlacementGroup] = {}
+        self.shares: dict[int, list[dict[str, float]]] = {}
+        self.homes: dict[int, int] = {}
+        alike: dict[tuple[int, tuple[tuple[str, float], ...]], list[int]] = {}
+        for position, bundle in enumerate(bundles):
+            alike.setdefault((bundle.node, tuple(amounts(bundle).items())), []).append(position)
+        for (node, shape), positions in alike.items():
+            several = max((math.floor(1 / amount) for name, amount in shape if _shared(name, amount)), default=1)
+            whole = {name: 1.0 if _shared(name, amount) else several * amount for name, amount in shape}
+            for start in range(0, len(positions), several):
+                members = positions[start : start + several]
+                if len(members) == several:
+                    self._reserve(node, whole, members)
+                else:
+                    for position in members:
+                        self._reserve(node, dict(shape), [position])
+
+    def _reserve(self, node: int, share: dict[str, float], members: Sequence[int]) -> None:
+        shares = self.shares.setdefault(node, [])
+        self.homes |= dict.fromkeys(members, len(shares))
+        shares.append(share)
 
 
 def amounts(bundle: Bundle) -> dict[str, float]:
@@ -47,41 +63,15 @@ def _part(amount: float) -> float:
     return math.floor(RESOLUTION / round(1 / amount)) / RESOLUTION
 
 
-def reservations(bundles: Sequence[Bundle]) -> tuple[list[dict[str, float]], list[int]]:
-    """(what to reserve, which of it each bundle lives in) for bundles of one node.
-
-    As many equal bundles as share one device are reserved as one, which has the device to itself: else Ray would put the first of them
-    beside a stranger's part. Those that are left reserve their parts, and may share a device with what other pools have left.
-    """
-    reserved: list[dict[str, float]] = []
-    homes = [0] * len(bundles)
-    alike: dict[tuple[tuple[str, float], ...], list[int]] = {}
-    for position, bundle in enumerate(bundles):
-        alike.setdefault(tuple(amounts(bundle).items()), []).append(position)
-    for shape, positions in alike.items():
-        several = max((math.floor(1 / amount) for name, amount in shape if _shared(name, amount)), default=1)
-        whole = len(positions) // several * several
-        for start in range(0, len(positions), several):
-            members = positions[start : start + several]
-            if start < whole and several > 1:
-                reserved.append({name: 1.0 if _shared(name, amount) else several * amount for name, amount in shape})
-            else:
-                reserved += [dict(shape)] * len(members)
-            for offset, position in enumerate(members):
-                homes[position] = len(reserved) - 1 if start < whole else len(reserved) - len(members) + offset
-    return reserved, homes
-
-
 def shortage(name: str, pool: ReservedPool, waiting: Sequence[int], now: Inventory) -> list[Problem]:
     """What the nodes lack on which a pool found no room: wanted, free, and who holds the rest."""
     nodes = {node.labels.get(NODE_ID): node for node in now.nodes}
     problems = []
     for index in waiting:
-        wanted: dict[str, float] = {}
+        wanted: Counter[str] = Counter()
         for bundle in pool.bundles:
             if bundle.node == index:
-                for resource, amount in {"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources}.items():
-                    wanted[resource] = wanted.get(resource, 0) + amount
+                wanted.update({"CPU": bundle.cpus, "GPU": bundle.gpus, **bundle.resources})
         node = nodes.get(pool.nodes[index].labels.get(NODE_ID))
         problems.append(
             Problem(

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from rolemesh.errors import DeadlineExceeded
-from rolemesh.runtime.ray.waiting import within
+from rolemesh.runtime.ray.waiting import in_time
 
 T = TypeVar("T")
 NAMESPACE = "rolemesh"
@@ -56,7 +56,7 @@ async def reserved(prefix: str) -> dict[str, list[Reserved]]:
                 found.setdefault(pool, []).append(Reserved(group=group, shares=shares, nodes=nodes))
         return found
 
-    return await _ask(ask, "Ray's list of placement groups")
+    return await in_time(ASK_SECONDS, asyncio.to_thread(ask), "Ray's list of placement groups")
 
 
 def find_group(name: str) -> PlacementGroup | None:
@@ -78,7 +78,7 @@ async def processes(pool: str) -> dict[int, list[tuple[int, Any]]]:
                 found.setdefault(int(match[1]), []).append((int(match[2]), actor))
         return {bundle: sorted(actors, key=lambda numbered: numbered[0]) for bundle, actors in found.items()}
 
-    return await _ask(ask, "Ray's list of actors")
+    return await in_time(ASK_SECONDS, asyncio.to_thread(ask), "Ray's list of actors")
 
 
 def find_actor(name: str) -> Any | None:
@@ -89,20 +89,13 @@ def find_actor(name: str) -> Any | None:
         return None
 
 
-async def named(create: Callable[[], T], ends: float) -> T:
-    """Create an actor as soon as the one of this name before has left it, which takes Ray a moment after a death. Raises TimeoutError at
-    `ends` on the monotonic clock."""
+async def named(name: str, create: Callable[[], T], deadline: float) -> T:
+    """Create the actor of this name as soon as the one before has left it, which takes Ray a moment after a death."""
+    ends = time.monotonic() + deadline
     while True:
         try:
             return create()
         except ValueError as error:
             if time.monotonic() >= ends:
-                raise TimeoutError(str(error)) from error
+                raise DeadlineExceeded(waiter="the controller", subject=f"the name {name} to be free", seconds=deadline) from error
             await asyncio.sleep(0.05)
-
-
-async def _ask(ask: Callable[[], T], subject: str) -> T:
-    try:
-        return await within(ASK_SECONDS, asyncio.to_thread(ask))
-    except TimeoutError as error:
-        raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=ASK_SECONDS) from error

@@ -21,6 +21,7 @@ from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.kv_server import KvServer
 from rolemesh.runtime.ray.host import end_process
 from rolemesh.runtime.ray.standing import NAMESPACE, find_actor, named
+from rolemesh.runtime.ray.waiting import within
 
 T = TypeVar("T")
 MOST_REQUESTS = 10_000
@@ -71,8 +72,7 @@ class RayStoreLink:
     async def ask(self, request: StoreRequest, deadline: float) -> StoreAnswer:
         actor = self._actor = self._actor or await self._find()
         try:
-            async with asyncio.timeout(deadline):
-                answer: StoreAnswer = await actor.answer.remote(request)
+            answer: StoreAnswer = await within(deadline, actor.answer.remote(request))
         except RayActorError as error:
             if self._actor is actor:  # it may be that of the next life by now
                 self._actor = None
@@ -83,8 +83,7 @@ class RayStoreLink:
 
     async def _find(self) -> Any:
         try:
-            async with asyncio.timeout(LOOKUP_SECONDS):
-                actor = await asyncio.to_thread(find_actor, self._name)
+            actor = await within(LOOKUP_SECONDS, asyncio.to_thread(find_actor, self._name))
         except RayError as error:
             raise StoreGone(f"there is no actor {self._name}: {error}") from error
         except TimeoutError as error:
@@ -110,8 +109,7 @@ class RayStoreLink:
             left = await self._find() if self._lifetime else None
         if left is not None:
             try:
-                async with asyncio.timeout(LOOKUP_SECONDS):
-                    await self._own(left)
+                await within(LOOKUP_SECONDS, self._own(left))
                 return
             except (RayError, TimeoutError):
                 ray.kill(left, no_restart=True)
@@ -128,9 +126,8 @@ class RayStoreLink:
             name=self._name, namespace=NAMESPACE, lifetime=self._lifetime, scheduling_strategy=here
         )
         try:
-            self._owned = self._actor = await named(lambda: store.remote(self._life), ends)
-            async with asyncio.timeout(max(ends - time.monotonic(), 0.01)):
-                await self._own(self._owned)
+            self._owned = self._actor = await named(self._name, lambda: store.remote(self._life), deadline)
+            await within(max(ends - time.monotonic(), 0.01), self._own(self._owned))
         except RayError as error:
             raise RolemeshError(text=f"the store of {self.run} did not start: {error}") from error
         except TimeoutError as error:
@@ -147,8 +144,7 @@ class RayStoreLink:
         if owned is None:
             return
         try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await owned.stop.remote()
+            await within(STOP_SECONDS, owned.stop.remote())
         except (RayError, TimeoutError):
             if process is not None:
                 end_process(*process)

@@ -7,11 +7,9 @@ import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from rolemesh.errors import DeadlineExceeded
+
 T = TypeVar("T")
-
-
-async def plain(ref: Awaitable[T]) -> T:
-    return await ref
 
 
 async def within(seconds: float, awaited: Awaitable[T]) -> T:
@@ -19,6 +17,14 @@ async def within(seconds: float, awaited: Awaitable[T]) -> T:
     result: a run would go on although it was interrupted."""
     async with asyncio.timeout(seconds):
         return await awaited
+
+
+async def in_time(seconds: float, awaited: Awaitable[T], subject: str) -> T:
+    """The same for the controller: raises DeadlineExceeded."""
+    try:
+        return await within(seconds, awaited)
+    except TimeoutError as error:
+        raise DeadlineExceeded(waiter="the controller", subject=subject, seconds=seconds) from error
 
 
 def first_lines(error: Exception) -> str:
