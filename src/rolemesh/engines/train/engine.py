@@ -19,7 +19,7 @@ from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
 from rolemesh.engines.train.sft import sft_loss
 from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile, stored_tensors
-from rolemesh.engines.train.weights import check_fit, named_weights, shapes
+from rolemesh.engines.train.weights import check_fit, named_weights
 from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, other_weights, saved_name, without_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
@@ -40,9 +40,6 @@ class TrainEngine(Replica):
         super().__init__(model, **options)
         self._plain = without_adapter(self._skeleton)
 
-    def _language_model(self, model: nn.Module) -> nn.Module:
-        return model
-
     def _try(self, placed: PlacedModel, *, packing: bool, autocast: torch.dtype) -> bool:
         self._scorer = TokenScorer(
             placed.root, autocast=autocast, device=self._device, packing=packing, entropy_gradient=self._entropy_gradient
@@ -50,6 +47,7 @@ class TrainEngine(Replica):
         return self._scorer.packed
 
     def _let_go(self) -> None:
+        super()._let_go()
         del self._scorer
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
@@ -136,7 +134,8 @@ class TrainEngine(Replica):
 
         return list(merged_weights(self._skeleton, self._names, weight=placed.tensors.__getitem__, whole=self._whole, cut=cut))
 
-    def _weights_file(self) -> TensorFile:
+    def file(self) -> TensorFile:
+        """An adapter is merged into them."""
         merged = self._merged_parts()
         own = {name: (inside, self._up.tensors[inside]) for name, inside, _ in merged}
         return self._up.file(own, {name: merge for name, _, merge in merged})
@@ -183,7 +182,7 @@ class TrainEngine(Replica):
     def take_reference(self, given: Mapping[str, torch.Tensor]) -> None:
         """From here on the reference is the model with this adapter, which `reference` gave. Raises ValueError when it does not fit."""
         wholes = {name: torch.Size(part.whole) for name, part in self._up.parts.items() if is_adapter(name)}
-        check_fit(wholes, shapes(given))
+        check_fit(wholes, {name: weight.shape for name, weight in given.items()})
         self._reference = dict(given)
 
     @contextmanager
