@@ -239,7 +239,7 @@ def waiting_run(tmp_path: Path, address: str, *overrides: str) -> subprocess.Pop
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
     process = subprocess.Popen([*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     ends = time.monotonic() + 60
-    while not (tmp_path / "runs").exists() or only_run(tmp_path).read_status()["state"] != "waiting":
+    while not list(tmp_path.glob("runs/*/status.json")) or only_run(tmp_path).read_status()["state"] != "waiting":
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < ends
         time.sleep(0.1)

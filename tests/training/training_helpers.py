@@ -29,7 +29,7 @@ SMALL = (
     "data.max_prompt_tokens=48",
     "data.max_response_tokens=6",
     "rollout.slots=16",
-    "sft={steps: 3, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
+    "sft={steps: 1, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
 )
 PPO = (
     "algorithm.name=ppo",
