@@ -17,7 +17,6 @@ from rolemesh.engines.train.forward import TokenScorer, check_temperature
 from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device, weights
 from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
-from rolemesh.engines.train.sft import sft_loss
 from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile, stored_tensors
 from rolemesh.engines.train.weights import check_fit, named_weights
 from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, other_weights, saved_name, without_adapter
@@ -83,7 +82,8 @@ class TrainEngine(Replica):
         return self._whole_gradients()
 
     def sft_update(self, batch: Batch, metrics: Metrics) -> None:
-        """The same with the cross-entropy of the response tokens, each weighted by its row's `token_weight`; records `sft/...`.
+        """The same with the cross-entropy of the response tokens, each weighted by its row's `token_weight`; records `sft/...`, as
+        `sft/loss` the mean over tokens with a weight.
 
         Reads prompt_ids, response_ids and token_weight, which must be normalised over the whole mini-batch (token mean: 1 / all its
         response tokens)."""
@@ -91,7 +91,10 @@ class TrainEngine(Replica):
         def rows_loss(rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
             logprobs, _ = self._scorer(micro, 1.0)
             weight = weights(rows, self._device)
-            return sft_loss(logprobs, weight, metrics), weight
+            kept = weight != 0
+            if kept.any():
+                metrics.mean("sft/loss", -logprobs.detach()[kept].mean(), int(kept.sum()))
+            return -(weight[kept] * logprobs[kept]).sum(), weight
 
         self._accumulate(batch, rows_loss, metrics)
         self._apply(metrics, "sft")
@@ -158,13 +161,12 @@ class TrainEngine(Replica):
         """The adapter alone, as peft names its weights; see `files`."""
         return self._up.file({saved_name(name): (name, tensor) for name, tensor in self._up.tensors.items() if is_adapter(name)})
 
-    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
-        """The file is that of the adapter, where there is one."""
+    def load_weights(self, given: Mapping[str, Tensor | StoredTensor]) -> None:
+        """Where there is an adapter, its weights alone, as `adapter_file` names them."""
         adapter = {saved_name(name): name for name in self._up.tensors if is_adapter(name)}
-        if not adapter:
-            super()._take_stored(given)
-            return
-        self.load_weights({adapter.get(name, name): tensor for name, tensor in given.items()}, keep=lambda name: not is_adapter(name))
+        self._take(
+            ((adapter.get(name, name), tensor) for name, tensor in given.items()), keep=lambda name: bool(adapter) and not is_adapter(name)
+        )
 
     def adapter_weights(self) -> dict[str, torch.Tensor]:
         """Whole copies of the weights of the adapter, under its names in `named_weights`. Collective where weights are split."""

@@ -165,18 +165,14 @@ class Replica(RankEngine):
         wholes = {name: torch.Size(placed.parts[name].whole) for name in placed.parameters}
         if moments:
             check_fit(wholes, {name: entry["exp_avg"].shape for name, entry in moments.items()})
-        self._take_stored(given)
+        self.load_weights(given)
         self._optimizer.state.clear()
         self._take_moments(moments, {name: Part.all_of(tuple(whole)) for name, whole in wholes.items()})
         self.step = step
 
-    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
-        self.load_weights(given)
-
-    def load_weights(self, given: Mapping[str, Tensor | StoredTensor], *, keep: Callable[[str], bool] = lambda name: False) -> None:
-        """Copy whole weights, by the names that `named_weights` gives; those of which `keep` is true stay as they are. Raises ValueError,
-        and changes nothing, when they do not fit."""
-        self._take(given.items(), keep=keep)
+    def load_weights(self, given: Mapping[str, Tensor | StoredTensor]) -> None:
+        """Copy whole weights, by the names that `named_weights` gives. Raises ValueError, and changes nothing, when they do not fit."""
+        self._take(given.items())
 
     def _moments(self) -> Moments:
         parameters, state = self._up.parameters, self._optimizer.state
