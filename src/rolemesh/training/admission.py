@@ -25,6 +25,8 @@ TELL_SECONDS = 5.0
 PROBE_FOR_REPORT_SECONDS = 3.0
 """A refusal does not wait longer for what it would be nice to know."""
 
+REMEDY = "Raise cluster.wait, or make room as said above"
+
 Make = Callable[[Inventory], Plan]
 
 
@@ -61,7 +63,8 @@ async def admitted(config: Config, backend: Backend, make: Make, tell: Callable[
             if not plan.problems:
                 return plan
             if waited >= limit:
-                raise ResourceError(problems=[*plan.problems, *_waited(limit)])
+                late = Problem(subject="cluster.wait", need=f"waited {limit:g} s for this", free="no room", remedy=REMEDY)
+                raise ResourceError(problems=[*plan.problems, *([late] if limit else [])])
             if plan.problems != reasons or waited - told >= TELL_SECONDS:
                 tell(Wait(seconds=waited, limit=limit, until=time.time() + limit - waited, problems=plan.problems))
                 told, reasons = waited, plan.problems
@@ -72,13 +75,6 @@ async def admitted(config: Config, backend: Backend, make: Make, tell: Callable[
     finally:
         if asked:
             await backend.ask_for([])
-
-
-def _waited(limit: float) -> list[Problem]:
-    if not limit:
-        return []
-    need, remedy = f"waited {limit:g} s for this", "Raise cluster.wait, or make room as said above"
-    return [Problem(subject="cluster.wait", need=need, free="no room", remedy=remedy)]
 
 
 async def survey(config: Config, backend: Backend, make: Make, *, report: bool = True) -> Plan:

@@ -40,78 +40,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run."""
 
 
-def backend_for(config: Config, inventory: Inventory | None, run: str) -> Backend:
-    """The backend of a config for a run: with exactly the resources of the inventory, or on the config's cluster. Workers import user code
-    from where the controller does."""
-    if config.backend == "local":
-        return create_backend("local")
-    cluster = config.cluster
-    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live, "run": run, "pythonpath": python_path()}
-    if inventory is None:
-        return create_backend("ray", address=cluster.address, **kept)
-    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
-    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, **kept)
-
-
-def own_inventory(config: Config) -> Inventory | None:
-    """The machine that the run has to itself; None when it joins a cluster, whose inventory is taken there."""
-    return None if joins_cluster(config) else local_inventory()
-
-
-async def planned(site: Site, backend: Backend, run: str, tell: Callable[[Wait], None]) -> Plan:
-    """The plan for the machine that the run has to itself, or for the cluster that the backend has joined, where the run may use what it
-    has from an earlier driver. Raises ResourceError."""
-    if site.inventory is not None:
-        return site.plan_for(site.inventory)
-    return await admitted(site.config, backend, lambda found: site.plan_for(held_as_free(found, run)), tell)
-
-
-def launch(checked: Checked, run: str, tell: Callable[[Wait], None], work: Callable[[Prepared, Backend], Awaitable[T]]) -> T:
-    """Start or join the cluster of a run, wait for room there (`tell` hears of that), and have `work` done on it. Raises as `run_on`."""
-    backend = backend_for(checked.config, checked.site.inventory, run)
-
-    async def main() -> T:
-        return await work(checked.with_plan(await planned(checked.site, backend, run, tell)), backend)
-
-    return run_on(backend, main())
-
-
-def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
-    """Run a controller on a backend and end the cluster that belongs to it. SIGINT and SIGTERM cancel `main`, which frees what it owns;
-    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.) Both signals
-    do so while the cluster starts, too, and neither can cut short its end."""
-
-    async def cancelled_by_signals() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        return await main
-
-    controller = cancelled_by_signals()
-    with _handling(signal.default_int_handler):
-        try:
-            return backend.run(controller)
-        except asyncio.CancelledError as error:
-            raise KeyboardInterrupt from error
-        finally:
-            with _handling(signal.SIG_IGN):
-                controller.close()  # neither was started if the backend could not be
-                main.close()
-                backend.stop()
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    """Treat SIGINT and SIGTERM so; afterwards as before."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
 def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None, loop: Loop = train) -> dict[str, Any]:
     """Train to the end, by a loop of your own if you give one, and return the summary. Raises what the run raises, and KeyboardInterrupt
     after an interrupt (the state of all complete steps is saved then); whatever was started is freed before. A run that is to be resumed
@@ -136,6 +64,11 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     return summary
 
 
+def _stands(run: RunDirectory, config: Config) -> bool:
+    """Whether processes of a run, with the options that it is to go on with, may wait on this machine for their next driver."""
+    return config.cluster.detached and is_watched(run.name) and load_config(str(run.config)) == config
+
+
 def _take_over_and_train(
     config: Config, directory: RunDirectory, display: Display, loop: Loop, tell: Callable[[Wait], None]
 ) -> dict[str, Any]:
@@ -152,36 +85,6 @@ def _take_over_and_train(
         return await _train(checked.with_plan(plan), directory, backend, display, checkpoint, loop, taken)
 
     return run_on(backend, main())
-
-
-@contextmanager
-def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
-    """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
-    otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
-    directory, mine = resume, resume is None
-    try:
-        directory = directory or RunDirectory.create(config.runs_dir, config.name)
-        with directory.held():
-            mine = True
-            yield directory
-    except BaseException as error:
-        state = directory.read_status().get("state") if directory is not None and mine else None
-        if directory is not None and resume is None and isinstance(error, ResourceError) and state == "created":
-            shutil.rmtree(directory.path)
-        elif directory is not None and state in ("created", "waiting"):
-            directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
-        raise
-
-
-def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
-    """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
-    display.phase("waiting", str(wait))
-    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
-
-
-def _stands(run: RunDirectory, config: Config) -> bool:
-    """Whether processes of a run, with the options that it is to go on with, may wait on this machine for their next driver."""
-    return config.cluster.detached and is_watched(run.name) and load_config(str(run.config)) == config
 
 
 async def _train(
@@ -230,6 +133,24 @@ def _stop_at_step_end_on_signals(run: TrainingRun) -> None:
 
     for number in SIGNALS:
         loop.add_signal_handler(number, interrupt)
+
+
+def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:
+    return {
+        "run": run.directory.name,
+        "directory": str(run.directory.path),
+        "state": state,
+        "steps": run.progress.step,
+        "weight_version": run.progress.weight_version,
+        "eval/accuracy/first": run.progress.first_accuracy,
+        "eval/accuracy/last": run.progress.last_accuracy,
+        "seconds": seconds,
+        "checkpoint": str(run.directory.checkpoint(run.progress.step)),
+        "data": str(run.prompts.report),
+    }
+
+
+# -- a run under way -----------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -285,6 +206,11 @@ def _warn(run: TrainingRun, prepared: Prepared, journal: Journal) -> None:
         run.recorder.display.note(meeting_points(prepared.plan, run.config.cluster.interface))
 
 
+def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
+    write_text(directory.config, dump_config(prepared.config))
+    write_json(directory.plan, plan_json(prepared.plan))
+
+
 @contextmanager
 def _ending(run: TrainingRun) -> Iterator[None]:
     """Write down how the run ended, whatever ended it. Raises RolemeshError where its directory takes no more words."""
@@ -328,21 +254,104 @@ def _keep_error(directory: RunDirectory, recorder: Recorder, error: Exception) -
     write_json(directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(trace)})
 
 
-def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
-    write_text(directory.config, dump_config(prepared.config))
-    write_json(directory.plan, plan_json(prepared.plan))
+# -- a place for it ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:
-    return {
-        "run": run.directory.name,
-        "directory": str(run.directory.path),
-        "state": state,
-        "steps": run.progress.step,
-        "weight_version": run.progress.weight_version,
-        "eval/accuracy/first": run.progress.first_accuracy,
-        "eval/accuracy/last": run.progress.last_accuracy,
-        "seconds": seconds,
-        "checkpoint": str(run.directory.checkpoint(run.progress.step)),
-        "data": str(run.prompts.report),
-    }
+def launch(checked: Checked, run: str, tell: Callable[[Wait], None], work: Callable[[Prepared, Backend], Awaitable[T]]) -> T:
+    """Start or join the cluster of a run, wait for room there (`tell` hears of that), and have `work` done on it. Raises as `run_on`."""
+    backend = backend_for(checked.config, checked.site.inventory, run)
+
+    async def main() -> T:
+        return await work(checked.with_plan(await planned(checked.site, backend, run, tell)), backend)
+
+    return run_on(backend, main())
+
+
+async def planned(site: Site, backend: Backend, run: str, tell: Callable[[Wait], None]) -> Plan:
+    """The plan for the machine that the run has to itself, or for the cluster that the backend has joined, where the run may use what it
+    has from an earlier driver. Raises ResourceError."""
+    if site.inventory is not None:
+        return site.plan_for(site.inventory)
+    return await admitted(site.config, backend, lambda found: site.plan_for(held_as_free(found, run)), tell)
+
+
+def own_inventory(config: Config) -> Inventory | None:
+    """The machine that the run has to itself; None when it joins a cluster, whose inventory is taken there."""
+    return None if joins_cluster(config) else local_inventory()
+
+
+def backend_for(config: Config, inventory: Inventory | None, run: str) -> Backend:
+    """The backend of a config for a run: with exactly the resources of the inventory, or on the config's cluster. Workers import user code
+    from where the controller does."""
+    if config.backend == "local":
+        return create_backend("local")
+    cluster = config.cluster
+    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live, "run": run, "pythonpath": python_path()}
+    if inventory is None:
+        return create_backend("ray", address=cluster.address, **kept)
+    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
+    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, **kept)
+
+
+def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
+    """Run a controller on a backend and end the cluster that belongs to it. SIGINT and SIGTERM cancel `main`, which frees what it owns;
+    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.) Both signals
+    do so while the cluster starts, too, and neither can cut short its end."""
+
+    async def cancelled_by_signals() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await main
+
+    controller = cancelled_by_signals()
+    with _handling(signal.default_int_handler):
+        try:
+            return backend.run(controller)
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
+        finally:
+            with _handling(signal.SIG_IGN):
+                controller.close()  # neither was started if the backend could not be
+                main.close()
+                backend.stop()
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Treat SIGINT and SIGTERM so; afterwards as before."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+# -- its directory -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
+    """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
+    otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
+    directory, mine = resume, resume is None
+    try:
+        directory = directory or RunDirectory.create(config.runs_dir, config.name)
+        with directory.held():
+            mine = True
+            yield directory
+    except BaseException as error:
+        state = directory.read_status().get("state") if directory is not None and mine else None
+        if directory is not None and resume is None and isinstance(error, ResourceError) and state == "created":
+            shutil.rmtree(directory.path)
+        elif directory is not None and state in ("created", "waiting"):
+            directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
+        raise
+
+
+def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
+    """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
+    display.phase("waiting", str(wait))
+    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
