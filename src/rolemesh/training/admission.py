@@ -25,6 +25,8 @@ TELL_SECONDS = 5.0
 PROBE_FOR_REPORT_SECONDS = 3.0
 """A refusal does not wait longer for what it would be nice to know."""
 
+SHOWN = 8
+"""Nodes whose address is told."""
 REMEDY = "Raise cluster.wait, or make room as said above"
 
 Make = Callable[[Inventory], Plan]
@@ -100,11 +102,11 @@ def live_plan(config: Config, make: Make) -> Plan:
         backend.stop()
 
 
-def meeting_points(plan: Plan, interface: str | None, most: int = 8) -> str:
+def meeting_points(plan: Plan, interface: str | None) -> str:
     """The address of each node in use that ranks talk over."""
     used = sorted(plan.used_nodes())
-    texts = [f"{plan.nodes[index].name} at {plan.nodes[index].address_of(interface)}" for index in used[:most]]
-    return f"ranks meet on {', '.join(texts)}" + (f" and {len(used) - most} more nodes" if len(used) > most else "")
+    texts = [f"{plan.nodes[index].name} at {plan.nodes[index].address_of(interface)}" for index in used[:SHOWN]]
+    return f"ranks meet on {', '.join(texts)}" + (f" and {len(used) - SHOWN} more nodes" if len(used) > SHOWN else "")
 
 
 def python_path() -> list[str]:

@@ -72,9 +72,9 @@ class Prepared(Checked):
     plan: Plan
 
 
-def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Prepared:
+def prepare(config: Config, inventory: Inventory) -> Prepared:
     """Check everything and place it on machines that this run has to itself. Raises ConfigError or ResourceError, as `check` does."""
-    checked = check(config, inventory, warm_start=warm_start, roles=roles)
+    checked = check(config, inventory)
     return checked.with_plan(checked.site.plan_for(inventory))
 
 
