@@ -55,7 +55,7 @@ LOADS_HEAVY = (
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "matrices", "parameters", "rows", "runner")),
     "engines/rollout/sampling.py",
     *(f"roles/{module}.py" for module in ("actor", "critic", "episodes", "ref", "reward_model", "rollout", "saving", "taker", "trained")),
-    "engines/rollout/vllm.py",
+    *(f"engines/rollout/{module}.py" for module in ("borrowed", "sglang", "sglang_server", "vllm")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 

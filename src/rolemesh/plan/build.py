@@ -11,7 +11,7 @@ from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from rolemesh.plan import vllm
+from rolemesh.plan import sglang, vllm
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
@@ -64,7 +64,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
     workers |= {ROLLOUT: list(_routed(config, workers))} if ROLLOUT in workers else {}
     models, judges = _models(config, facts, problems), _judges(config, problems)
-    problems += [*_indivisible(config, models), *vllm.unfit(config, models.get(ROLLOUT))]
+    problems += [*_indivisible(config, models), *vllm.unfit(config, models.get(ROLLOUT)), *sglang.unfit(config)]
     memory = _memory(config, models, judges, inventory.nodes, placement, workers, problems)
     addresses = list(_addresses(config, inventory, workers, problems))
     if problems and inventory.pending:
@@ -84,6 +84,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
         stages=stages,
         seconds_per_step=step,
         warnings=(
+            *sglang.notes(config),
             *shares.warnings,
             *addresses,
             *_spare_warnings(config, inventory.nodes, placement),

@@ -23,10 +23,12 @@ are trained (all; of an actor with an adapter of rank r those of the adapter, wh
 | fused copies | layers hidden (heads head_dim + i) b more on CPUs, on the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
-| passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM 4096 tokens | rollout |
+| passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM and SGLang 4096 tokens | rollout |
 | KV cache, with vLLM | (slots blocks + 1) 32 2 layers kv_heads head_dim b; blocks of 32 tokens for the longest sequence | rollout |
 | packed head | vocab hidden b, with vLLM on CPUs | rollout |
-| libraries | 350 MiB, with vLLM | rollout |
+| KV cache, with SGLang | slots (longest sequence + 8) 2 layers kv_heads head_dim b | rollout |
+| sampling, with SGLang | 40 slots vocab: all in float64 | rollout |
+| libraries | 350 MiB with vLLM; 6 GiB with SGLang, assumed | rollout |
 | asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
@@ -55,12 +57,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Final
 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from rolemesh.plan import vllm
+from rolemesh.plan import sglang, vllm
 from rolemesh.plan.ledger import has_device
 from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.routes import Route
@@ -106,8 +109,8 @@ def pool_memory(
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
-        if vllm.used_by(config, role):
-            lines.append(MemoryLine(role=role, what="libraries", bytes=vllm.LIBRARIES_BYTES))
+        if borrowed := _borrowed(config, role):
+            lines.append(MemoryLine(role=role, what="libraries", bytes=borrowed.LIBRARIES_BYTES))
         mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
         models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
         if on_device and config.trainer.offload and role in TRAINED:
@@ -253,8 +256,9 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     found = {"weights": facts.parameters * width}
     if config.trainer.publish == "adapter":
         found["adapter's base"] = 4 * facts.parameters
-    if vllm.used_by(config, role):
-        return found | vllm.memory(config, facts, longest=_longest(config, facts), width=width)
+    if borrowed := _borrowed(config, role):
+        found.update(borrowed.memory(config, facts, longest=_longest(config, facts), width=width))
+        return found
     on_host = not has_device(config.pools[config.roles[role].pool])
     if fast := facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
         fused = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate)
@@ -269,6 +273,11 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
         "sampling": config.rollout.slots * facts.vocab * (20 + width),
         "passes": (prefill + 2 * slots * facts.heads * columns) * width,
     }
+
+
+def _borrowed(config: Config, role: str) -> ModuleType | None:
+    """What the plan knows of the other project's engine that the role runs on, if it does."""
+    return next((engine for engine in (vllm, sglang) if engine.used_by(config, role)), None)
 
 
 def _width(config: Config) -> int:
