@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -160,7 +161,8 @@ def _routes(config: Config, workers: Mapping[str, list[WorkerPlan]], role: str) 
     """The way on which weights come to each worker of a role; None without an actor."""
     actors, shared = [_place_of(worker) for worker in workers.get(ACTOR, ())], config.backend == "ray"
     processes, takers = {actor.process for actor in actors}, workers.get(role, ())
-    return [weight_route(_place_of(taker), actors[0], processes, shared_memory=shared) if actors else None for taker in takers]
+    disk = config.trainer.publish_folder is not None
+    return [weight_route(_place_of(taker), actors[0], processes, shared_memory=shared, disk=disk) if actors else None for taker in takers]
 
 
 def _place_of(worker: WorkerPlan) -> Place:
@@ -284,7 +286,8 @@ def _memory(
     sent = {(worker.weights, worker.weight_format) for worker in workers.get(ROLLOUT, ()) if worker.weight_format}
     sent |= {(way, "float32") for role in handed_on(config) for way in _routes(config, workers, role) if way != "process"}
     if ACTOR in models and sent:
-        memory.append(node_memory(config, models[ACTOR], sent))
+        readers = Counter(worker.node for worker in workers.get(ROLLOUT, ()) if worker.weights == "disk")
+        memory.append(node_memory(config, models[ACTOR], sent, readers=max(readers.values(), default=1)))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
     devices = {name: _devices(config, name) for name in config.pools}
     problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks, judges))
@@ -372,8 +375,12 @@ def _warnings(
 def _without_effect(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator[str]:
     """Options that change nothing where the workers are."""
     trainer, rollouts = config.trainer, workers.get(ROLLOUT, ())
-    if trainer.publish == "adapter" and rollouts and all(worker.weights == "process" for worker in rollouts):
-        yield "trainer.publish=adapter has no effect: every rollout worker is in an actor's process, where nothing is sent"
+    if rollouts and all(worker.weights == "process" for worker in rollouts):
+        nothing = "has no effect: every rollout worker is in an actor's process, where nothing is sent"
+        if trainer.publish == "adapter":
+            yield f"trainer.publish=adapter {nothing}"
+        if trainer.publish_folder is not None and not handed_on(config):
+            yield f"trainer.publish_folder {nothing}"
     if trainer.sharding == "fsdp" and max(len(workers.get(role, ())) for role in (ACTOR, CRITIC, REF)) == 1:
         yield "trainer.sharding=fsdp has no effect: one worker keeps all of its model"
     if trainer.offload and workers.get(ACTOR) and not _devices(config, config.roles[ACTOR].pool):

@@ -38,6 +38,7 @@ are trained (all; of an actor with an adapter of rank r those of the adapter, wh
 | scoring processes | 120 MiB, and 40 MiB for each of them, where there are functions | reward |
 | shared weights | P b; 4 P with `trainer.publish` adapter, and to critic and ref after a warm start: one file for all readers | each node |
 | published weights | 4 buckets (`trainer.bucket_mib`, or the embedding if larger): two packed, two in the object store | each node |
+| published weights | with `trainer.publish_folder` one bucket packed, and one of each rollout worker that reads | each node |
 | adapter's base | 4 P: what an adapter that is published alone is merged into | rollout |
 
 No weights are published where every rollout worker shares a process with the actor.
@@ -185,16 +186,18 @@ def _judges(config: Config, judges: Mapping[int, ModelFacts], ranks: int) -> dic
     }
 
 
-def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route | None, str | None]]) -> PoolMemory:
-    """What the processes of a node share, once: weights on their way by these routes in these formats, of which the widest counts."""
+def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route | None, str | None]], *, readers: int) -> PoolMemory:
+    """What the processes of a node share, once: weights on their way by these routes in these formats, of which the widest counts.
+    `readers` are the most processes of a node that read them from disk at a time."""
     found = dict[str, int]()
     for way, form in sorted(sent, key=lambda one: one[1] == "float32"):
         width = 4 if form == "float32" else 2
         whole, largest = width * facts.parameters, width * facts.vocab * facts.hidden
         if way == "shared_memory":
             found["shared weights"] = whole
-        elif way == "object_store":
-            found["published weights"] = 4 * min(whole, max(config.trainer.bucket_mib * MIB, largest))
+        elif way is not None:
+            buckets = 4 if way == "object_store" else 1 + readers
+            found["published weights"] = buckets * min(whole, max(config.trainer.bucket_mib * MIB, largest))
     return PoolMemory(pool="", process="node", lines=tuple(MemoryLine(role=ACTOR, what=what, bytes=count) for what, count in found.items()))
 
 
