@@ -24,10 +24,10 @@ settings.register_profile("rolemesh", deadline=None, print_blob=True)
 settings.load_profile("rolemesh")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def raylets() -> Iterator[Any]:
     """A Ray cluster of two nodes on this machine, with logical GPUs: `worker-2`, team red, H100; `worker-10`, team blue, whose devices have
-    odd numbers, and four NPUs. `raylets.address` is where to join it."""
+    odd numbers, and four NPUs. `raylets.address` is where to join it. All tests share it, and leave nothing behind on it."""
     from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
     from ray.cluster_utils import Cluster
 

@@ -96,6 +96,42 @@ def train(tmp_path: Path, *overrides: str, resume: RunDirectory | None = None) -
     return resume or only_run(tmp_path), display
 
 
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run that has done its only step; tests go on from a copy of it."""
+    return train(tmp_path_factory.mktemp("one"), "trainer.steps=1")[0]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Two steps without a warm start, both saved; tests go on from a copy of it."""
+    return train(tmp_path_factory.mktemp("two"), "trainer.steps=2", "trainer.save_every=1", "sft=null")[0]
+
+
+@pytest.fixture(scope="module")
+def partly_failed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A step in which a quarter of the answers cannot be scored."""
+    return train(tmp_path_factory.mktemp("failed"), "reward=[{name: 'test_loop:sometimes_failing'}]", "trainer.steps=1")[0]
+
+
+@pytest.fixture(scope="module")
+def not_finite(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
+    """A run whose gradients are never finite, and what it ended with."""
+    folder = tmp_path_factory.mktemp("nan")
+    with pytest.raises(RunStopped) as caught:
+        train(folder, "trainer.steps=9", "algorithm.name=test_loop:LossOfNothing")
+    return only_run(folder), str(caught.value)
+
+
+def copy_of(run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """As if it had been made there."""
+    here = tmp_path / "runs" / run.path.name
+    shutil.copytree(run.path, here)
+    copied = RunDirectory.open(here)
+    copied.config.write_text(copied.config.read_text().replace(str(run.path.parent), str(here.parent)))
+    return copied
+
+
 def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
     return load_file(run.checkpoint(step) / "model" / "model.safetensors")
 
@@ -204,8 +240,8 @@ def test_E10_a_first_minibatch_without_any_reward_is_masked_and_the_ratio_compar
     assert 0 < row["policy/ratio_first_minibatch_max_deviation"] < 2e-5
 
 
-def test_a_checkpoint_without_the_state_of_a_role_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "trainer.steps=1")
+def test_a_checkpoint_without_the_state_of_a_role_is_refused_before_anything_starts(tmp_path: Path, one_step: RunDirectory) -> None:
+    run = copy_of(one_step, tmp_path)
     with pytest.raises(ConfigError) as caught:
         train(tmp_path, *PPO, "trainer.steps=2", resume=run)
     assert {problem.subject: problem.need for problem in caught.value.problems} == {
@@ -215,10 +251,9 @@ def test_a_checkpoint_without_the_state_of_a_role_is_refused_before_anything_sta
     assert "model.path=" in caught.value.problems[0].remedy
 
 
-def test_a_step_that_ends_the_run_is_done_and_its_prompts_are_not_drawn_again(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match="not finite"):
-        train(tmp_path, "trainer.steps=9", "algorithm.name=test_loop:LossOfNothing")
-    run = only_run(tmp_path)
+def test_a_step_that_ends_the_run_is_done_and_its_prompts_are_not_drawn_again(not_finite: tuple[RunDirectory, str]) -> None:
+    run, message = not_finite
+    assert "not finite" in message
     state = json.loads((run.checkpoint(3) / "state.json").read_text())
     assert state["progress"]["step"] == 3
     assert json.dumps(state["prompts"]).count("12") > 0, "three steps of four prompts"
@@ -244,21 +279,31 @@ def test_the_coefficient_of_the_divergence_is_steered_and_goes_on_after_a_resume
     assert [row for row in rows(run) if "reward/mean" in row][-1]["policy/kl_coefficient"] == 0.5, "a new start value counts"
 
 
+FEW = ("data.size=14", "trainer.save_samples_every=1", "trainer.keep_checkpoints=5")
+"""The data wraps around within four steps."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return train(tmp_path_factory.mktemp("whole"), "trainer.steps=4", *FEW)[0]
+
+
 @pytest.mark.parametrize("at", [1, 3])
-def test_G05_G07_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(tmp_path: Path, at: int) -> None:
-    check_resume(tmp_path, at, ())
+def test_G05_G07_G10_resuming_gives_the_weights_moments_and_samples_of_a_run_nobody_stopped(
+    tmp_path: Path, whole: RunDirectory, at: int
+) -> None:
+    check_resume(tmp_path, at, whole, FEW)
 
 
 def test_F21_with_a_reference_a_resumed_run_samples_from_the_weights_of_its_policy(tmp_path: Path) -> None:
     """The weights move far from the reference in each step, so that samples of the wrong ones would differ."""
     moving = ("algorithm.kl_in=reward", "algorithm.kl_target=0.01", "trainer.learning_rate=0.01", "trainer.warmup_steps=0")
-    check_resume(tmp_path, 3, (*PPO, *moving, "reward=[{name: 'test_loop:varied'}]"))
+    options = (*FEW, *PPO, *moving, "reward=[{name: 'test_loop:varied'}]")
+    check_resume(tmp_path, 3, train(tmp_path / "whole", "trainer.steps=4", *options)[0], options)
 
 
-def check_resume(tmp_path: Path, at: int, more: tuple[str, ...]) -> None:
-    """A run that is stopped after `at` steps and resumed ends as one that nobody stopped."""
-    few = (*more, "data.size=14", "trainer.save_samples_every=1", "trainer.keep_checkpoints=5")  # the data wraps around within the run
-    whole, _ = train(tmp_path / "whole", "trainer.steps=4", *few)
+def check_resume(tmp_path: Path, at: int, whole: RunDirectory, few: tuple[str, ...]) -> None:
+    """A run that is stopped after `at` of four steps and resumed ends as the whole one, which nobody stopped."""
     train(tmp_path / "cut", f"trainer.steps={at}", *few)
     cut = only_run(tmp_path / "cut")
     _, display = train(tmp_path / "cut", "trainer.steps=4", *few, resume=cut)
@@ -279,8 +324,8 @@ def test_a_resume_makes_the_steps_after_its_checkpoint_again_without_a_gap(tmp_p
     assert after == sorted(before.items())
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "trainer.steps=1")
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, one_step: RunDirectory) -> None:
+    run = copy_of(one_step, tmp_path)
     kept = {path: path.read_text() for path in (run.config, run.plan, run.summary, run.metrics)}
     with pytest.raises(ConfigError, match="seed"):
         train(tmp_path, "trainer.steps=2", "seed=7", resume=run)
@@ -289,23 +334,23 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     assert {path: path.read_text() for path in kept} == kept
 
 
-def test_G07_a_resume_that_has_nothing_left_to_do_leaves_the_config_as_it_was(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "trainer.steps=1")
+def test_G07_a_resume_that_has_nothing_left_to_do_leaves_the_config_as_it_was(tmp_path: Path, one_step: RunDirectory) -> None:
+    run = copy_of(one_step, tmp_path)
     before = run.config.read_text()
     train(tmp_path, "trainer.steps=1", "trainer.learning_rate=0.5", resume=run)
     assert run.config.read_text() == before
 
 
-def test_G16_a_resume_tells_path_step_and_changed_options(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "trainer.steps=1")
+def test_G16_a_resume_tells_path_step_and_changed_options(tmp_path: Path, one_step: RunDirectory) -> None:
+    run = copy_of(one_step, tmp_path)
     _, display = train(tmp_path, "trainer.steps=2", "trainer.learning_rate=0.5", resume=run)
     (event,) = [json.loads(line) for line in run.events.read_text().splitlines() if '"resumed"' in line]
     assert event["changed_options"]["trainer"]["learning_rate"] == 0.5
     assert any(f"resumed at step 1 from {run.checkpoint(1)}" in note and "changed sections: trainer" in note for note in display.notes)
 
 
-def test_G03_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "trainer.steps=1")
+def test_G03_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path, one_step: RunDirectory) -> None:
+    run = copy_of(one_step, tmp_path)
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "step-9" / "critic.safetensors").write_bytes(b"half")
     _, display = train(tmp_path, "trainer.steps=2", resume=run)
@@ -313,8 +358,8 @@ def test_G03_an_incomplete_checkpoint_is_skipped_and_named(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damaged", ["actor-optimizer.safetensors", "model/model.safetensors", "state.json"])
-def test_G03_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, damaged: str) -> None:
-    run, _ = train(tmp_path, "trainer.steps=2", "trainer.save_every=1", "sft=null")
+def test_G03_a_cut_checkpoint_counts_as_incomplete(tmp_path: Path, two_steps: RunDirectory, damaged: str) -> None:
+    run = copy_of(two_steps, tmp_path)
     os.truncate(run.checkpoint(2) / damaged, 20)
     (run.checkpoints / "step-old").mkdir()  # whoever made it: no name of a checkpoint
     _, display = train(tmp_path, "trainer.steps=2", "sft=null", resume=run)
@@ -328,8 +373,8 @@ def test_a_run_whose_directory_is_removed_ends_and_names_it(tmp_path: Path, monk
         train(tmp_path, "reward=[{name: 'test_loop:removes_the_run'}]", "sft=null")
 
 
-def test_fewer_steps_than_were_done_are_refused(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "trainer.steps=2", "sft=null")
+def test_fewer_steps_than_were_done_are_refused(tmp_path: Path, two_steps: RunDirectory) -> None:
+    run = copy_of(two_steps, tmp_path)
     with pytest.raises(ConfigError, match=r"trainer.steps: must be at least the 2 steps .*; found 1"):
         train(tmp_path, "trainer.steps=1", "sft=null", resume=run)
 
@@ -352,19 +397,17 @@ def test_H11_an_error_in_a_worker_ends_with_role_rank_and_the_original_message(t
     assert json.loads(run.summary.read_text())["state"] == "failed"
 
 
-def test_E10_a_failed_score_is_masked_and_counted(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "reward=[{name: 'test_loop:sometimes_failing'}]", "trainer.steps=1")
-    (row,) = [row for row in rows(run) if "reward/mean" in row]
+def test_E10_a_failed_score_is_masked_and_counted(partly_failed: RunDirectory) -> None:
+    (row,) = [row for row in rows(partly_failed) if "reward/mean" in row]
     assert (row["samples/masked"], row["samples/trained"], row["samples/lost"]) == (4, 12, 0)
     assert row["reward/failed"] == 4
     assert row["reward/mean"] == pytest.approx(1 / 3)
     assert row["reward/status/error"] == 4
 
 
-def test_F16_lengths_are_those_of_all_answers_masked_ones_too(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, "reward=[{name: 'test_loop:sometimes_failing'}]", "trainer.steps=1")
-    (row,) = [row for row in rows(run) if "reward/mean" in row]
-    table = pq.read_table(next(run.samples.glob("*.parquet")))
+def test_F16_lengths_are_those_of_all_answers_masked_ones_too(partly_failed: RunDirectory) -> None:
+    (row,) = [row for row in rows(partly_failed) if "reward/mean" in row]
+    table = pq.read_table(next(partly_failed.samples.glob("*.parquet")))
     lengths = table["response_length"].to_numpy()
     assert row["samples/masked"] == 4
     assert (row["response_length/min"], row["response_length/max"]) == (lengths.min(), lengths.max())
@@ -417,10 +460,8 @@ def test_H18_groups_without_spread_bring_a_warning(tmp_path: Path) -> None:
     assert "algorithm.group_size (now 4)" in warnings[0]
 
 
-def test_D03_a_run_without_finite_gradients_ends_with_a_reason(tmp_path: Path) -> None:
-    explode = ("trainer.steps=9", "algorithm.name=test_loop:LossOfNothing")
-    with pytest.raises(RunStopped, match="not finite"):
-        train(tmp_path, *explode)
+def test_D03_a_run_without_finite_gradients_ends_with_a_reason(not_finite: tuple[RunDirectory, str]) -> None:
+    assert "not finite" in not_finite[1]
 
 
 def test_minibatches_and_epochs_are_optimizer_steps(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ SMALL = (
     "algorithm.group_size=4",
     "algorithm.no_signal=train",
     "data.eval_size=8",
-    "data.size=5000",
+    "data.size=200",
     "data.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
     "data.max_prompt_tokens=48",
     "data.max_response_tokens=6",
     "rollout.slots=16",
-    "sft={steps: 3, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
+    "sft={steps: 1, batch_size: 8, learning_rate: 0.001, warmup_steps: 1}",
 )
 PPO = (
     "algorithm.name=ppo",

@@ -7,16 +7,12 @@ baseline of its siblings, as if it had never been sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-EPS: Final = 1e-6
-"""Added to a group's spread before dividing by it."""
+from rolemesh.algorithms.whitening import EPS, Floats, Ints, row_moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +49,7 @@ def group_stats(rewards: npt.ArrayLike, groups: npt.NDArray[Any]) -> GroupStats:
     valid = np.isfinite(values)
     rows, of = values[valid], group[valid]
     count = np.bincount(of, minlength=len(ids))
-    mean = np.bincount(of, rows, minlength=len(ids)) / np.maximum(count, 1)
-    # Two passes: squares of the deviations, never the difference of two large sums, which loses a small spread.
-    squares = np.bincount(of, (rows - mean[of]) ** 2, minlength=len(ids))
+    mean, squares = row_moments(rows, of, len(ids))
     low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
     np.minimum.at(low, of, rows)
     np.maximum.at(high, of, rows)

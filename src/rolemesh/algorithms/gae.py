@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.algorithms.advantages import Floats, Ints
+from rolemesh.algorithms.whitening import Floats, Ints
 
 Bools = npt.NDArray[np.bool_]
 

@@ -55,14 +55,14 @@ def kl_estimate(kind: KlKind, logprobs: Tensor, other: Tensor) -> Tensor:
             raise ValueError(f"unknown estimate {kind!r}; use k1, k2 or k3")
 
 
-def token_kl(batch: Batch, kind: KlKind, kept: npt.NDArray[np.bool_], like: str = "ref_logprobs") -> npt.NDArray[np.float64]:
+def token_kl(batch: Batch, kind: KlKind, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
     """Estimates [T] for the tokens of `kept`, 0 elsewhere: the engine's log-probabilities against those of the reference model.
 
     Reads rollout_logprobs and ref_logprobs. Raises BatchError, naming the row, when one of these tokens has no finite log-probability."""
     import torch
 
-    columns = {name: token_column(batch, name, like).astype(np.float64) for name in ("rollout_logprobs", "ref_logprobs")}
-    row = np.repeat(np.arange(len(batch)), batch.lengths(like))
+    columns = {name: token_column(batch, name, "ref_logprobs").astype(np.float64) for name in ("rollout_logprobs", "ref_logprobs")}
+    row = np.repeat(np.arange(len(batch)), batch.lengths("ref_logprobs"))
     for name, values in columns.items():
         refuse_nonfinite(batch, name, values[kept], row[kept])
     policy, reference = (torch.from_numpy(values[kept]) for values in columns.values())

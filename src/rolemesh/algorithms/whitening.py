@@ -7,12 +7,16 @@ counted: the tokens of each row for advantages of tokens, 1 for each row when an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.algorithms.advantages import EPS, Floats, Ints
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+EPS: Final = 1e-6
+"""Added to a spread before dividing by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ def row_moments(values: npt.NDArray[Any], row: Ints, rows: int) -> tuple[Floats,
     numbers = np.asarray(values, dtype=np.float64)
     count = np.bincount(row, minlength=rows)
     mean: Floats = np.bincount(row, numbers, minlength=rows) / np.maximum(count, 1)
+    # Two passes: squares of the distances, never the difference of two large sums, which loses a small spread.
     squares: Floats = np.bincount(row, (numbers - mean[row]) ** 2, minlength=rows).astype(np.float64)
     return mean, squares
 

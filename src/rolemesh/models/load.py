@@ -66,7 +66,7 @@ def load_model(model: ModelConfig, *, seed: int, device: str | torch.device = "c
     config = load_config(model)
     dtype = getattr(torch, model.dtype)
     if torch.device(device).type == "meta":
-        return _without_contents(config, dtype)
+        return _without_contents(config, dtype, model.trust_remote_code)
     loaded = _initialise(config, seed) if model.path in BUILTIN_MODELS else _read(model, config, dtype)
     for module in loaded.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -81,9 +81,10 @@ def _initialise(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention(config))
 
 
-def _without_contents(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _without_contents(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    options = {"attn_implementation": attention(config), "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention(config))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
 
 
 def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -91,20 +92,28 @@ def _read(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> P
     if not files.gguf:
         weight_files(files.folder)
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            **files.for_transformers,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention(config),
-            use_safetensors=None if files.gguf else True,
-            local_files_only=True,
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-        )
+        loaded, info = read_model(AutoModelForCausalLM, files, config, dtype, model.trust_remote_code)
     except LOAD_ERRORS as error:
         raise _unusable(files, error) from error
     _check_complete(files, info)
     return _unpacked(loaded, config, files) if files.gguf else loaded
+
+
+def read_model(
+    kind: Any, files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of that kind with the weights of these files, and what transformers tells of the names in there. Raises `LOAD_ERRORS`."""
+    loaded, info = kind.from_pretrained(
+        **files.for_transformers,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention(config),
+        use_safetensors=None if files.gguf else True,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    return loaded, info
 
 
 def _unpacked(loaded: PreTrainedModel, config: PreTrainedConfig, files: ModelFiles) -> PreTrainedModel:

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
-from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rolemesh.config.schema import LoraConfig, ModelConfig
 from rolemesh.errors import ConfigError
-from rolemesh.models.load import load_config
+from rolemesh.models.load import load_model
 from rolemesh.registry import nearest
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ ROUNDING: Final = 1e-5
 def check_lora(model: ModelConfig) -> None:
     """Raise ConfigError when the model has no layer that `model.lora` names. Builds it without contents."""
     if model.lora is not None:
-        with init_empty_weights(include_buffers=False):
-            empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
-        target_modules(empty, model.lora)
+        target_modules(load_model(model, seed=0, device="meta"), model.lora)
 
 
 def target_modules(model: nn.Module, lora: LoraConfig) -> list[str]:
@@ -160,8 +157,7 @@ class AdapterMerge:
 
     def __init__(self, model: ModelConfig) -> None:
         assert model.lora is not None
-        with init_empty_weights(include_buffers=False):
-            self._skeleton = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
+        self._skeleton = load_model(model, seed=0, device="meta")
         add_adapter(self._skeleton, model.lora, seed=0)
         self._base: dict[str, Tensor] = {}
 

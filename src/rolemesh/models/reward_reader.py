@@ -13,7 +13,7 @@ from rolemesh.config.model_files import read_model_facts
 from rolemesh.config.schema import RewardModelConfig
 from rolemesh.errors import ConfigError
 from rolemesh.models.prompts import encode_rendered
-from rolemesh.models.tokenizer import load_reading_tokenizer
+from rolemesh.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ class RewardReader:
     def __init__(self, config: RewardModelConfig, policy: PreTrainedTokenizerBase, *, option: str) -> None:
         """`policy` is the policy's tokenizer. Raises ConfigError naming `option` (`reward.0.model`)."""
         try:
-            self._tokenizer = load_reading_tokenizer(config.as_model)
+            self._tokenizer = load_tokenizer(config.as_model, writes=False)
             positions = read_model_facts(config.path).context
         except ConfigError as error:
             raise ConfigError(problems=[replace(problem, subject=f"{option}.path") for problem in error.problems]) from error

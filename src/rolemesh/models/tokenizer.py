@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -20,32 +21,14 @@ from rolemesh.models.load import LOAD_ERRORS, load_config
 PLAIN_TEXT: Final = "What is 3 - 8? The answer is -5."
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, or else of `model.path` (also one in a GGUF file), with an end and a padding token.
+def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, or else of `model.path` (also one in a GGUF file), with an end and a padding token; that of a
+    model that `writes` nothing, such as a reward model, needs neither.
 
     No token is ever guessed: where the tokenizer declares no padding token, `model.pad_token` names one. Raises ConfigError when the
     folder cannot be loaded or has no vocabulary, when there is no end or padding token, or when ids would lie outside the model's
     embedding.
     """
-    tokenizer, files, subject = _read_for(model)
-    problems = [*_pad_problems(tokenizer, model, files.main), *_eos_problems(tokenizer, files.main, subject)]
-    problems += _size_problems(tokenizer, model, files.main, subject)
-    if problems:
-        raise ConfigError(problems=problems)
-    return tokenizer
-
-
-def load_reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model that writes nothing, such as a reward model: it needs neither an end nor a padding token. Raises
-    ConfigError."""
-    tokenizer, files, subject = _read_for(model)
-    if problems := _size_problems(tokenizer, model, files.main, subject):
-        raise ConfigError(problems=problems)
-    return tokenizer
-
-
-def _read_for(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, ModelFiles, str]:
-    """(tokenizer, where it lies, the option that says so)."""
     subject = "model.path" if model.tokenizer is None else "model.tokenizer"
     files = model_files(model.path) if model.tokenizer is None else _tokenizer_folder(model.tokenizer)
     try:
@@ -54,7 +37,9 @@ def _read_for(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, ModelFiles, 
         raise _no_tokenizer(files, subject, f"{type(error).__name__}: {error}") from error
     if _is_blank(tokenizer):
         raise _no_tokenizer(files, subject, f"{type(tokenizer).__name__} without a vocabulary, to which {PLAIN_TEXT!r} has no tokens")
-    return tokenizer, files, subject
+    if problems := [*_problems(tokenizer, model, files.main, subject, writes=writes)]:
+        raise ConfigError(problems=problems)
+    return tokenizer
 
 
 def _no_tokenizer(files: ModelFiles, subject: str, found: str) -> ConfigError:
@@ -136,46 +121,26 @@ def _tokenizer_folder(path: str) -> ModelFiles:
     return ModelFiles(folder=folder)
 
 
-def _pad_problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path) -> list[Problem]:
-    """Apply `model.pad_token`; the problem that is left, if any."""
-    if model.pad_token is not None:
-        if model.pad_token not in tokenizer.get_vocab():
-            return [Problem(subject="model.pad_token", need=f"must be in the vocabulary of {folder}", free=repr(model.pad_token))]
-        tokenizer.pad_token = model.pad_token
-    if tokenizer.pad_token_id is not None:
-        return []
-    example = f", for example model.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
-    return [
-        Problem(
-            subject="model.pad_token",
-            need=f"the tokenizer in {folder} declares no padding token, so this option must name one of its tokens",
-            remedy=f"Set it{example}",
-        )
-    ]
-
-
-def _eos_problems(tokenizer: PreTrainedTokenizerBase, folder: Path, subject: str) -> list[Problem]:
-    if tokenizer.eos_token_id is not None:
-        return []
-    return [
-        Problem(
-            subject=subject,
-            need=f"the tokenizer in {folder} must declare an end token, or no answer would ever be finished",
-            remedy="Add eos_token to its tokenizer_config.json",
-        )
-    ]
-
-
-def _size_problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path, subject: str) -> list[Problem]:
-    highest = max(tokenizer.get_vocab().values())
-    rows = int(load_config(model).get_text_config().vocab_size)
-    if highest < rows:
-        return []
-    return [
-        Problem(
+def _problems(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, folder: Path, subject: str, *, writes: bool) -> Iterator[Problem]:
+    """What it lacks, once it has `model.pad_token`."""
+    vocabulary = tokenizer.get_vocab()
+    if writes and model.pad_token is not None:
+        if model.pad_token in vocabulary:
+            tokenizer.pad_token = model.pad_token
+        else:
+            yield Problem(subject="model.pad_token", need=f"must be in the vocabulary of {folder}", free=repr(model.pad_token))
+    elif writes and tokenizer.pad_token_id is None:
+        example = f", for example model.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
+        need = f"the tokenizer in {folder} declares no padding token, so this option must name one of its tokens"
+        yield Problem(subject="model.pad_token", need=need, remedy=f"Set it{example}")
+    if writes and tokenizer.eos_token_id is None:
+        need = f"the tokenizer in {folder} must declare an end token, or no answer would ever be finished"
+        yield Problem(subject=subject, need=need, remedy="Add eos_token to its tokenizer_config.json")
+    highest, rows = max(vocabulary.values()), int(load_config(model).get_text_config().vocab_size)
+    if highest >= rows:
+        yield Problem(
             subject=subject,
             need=f"every token id must be below the {rows} rows of the model's embedding",
             free=f"id {highest} in the tokenizer of {folder}",
             remedy="Use the model's own tokenizer, or a model whose embedding was resized for this one",
         )
-    ]

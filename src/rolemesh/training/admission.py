@@ -25,6 +25,10 @@ TELL_SECONDS = 5.0
 PROBE_FOR_REPORT_SECONDS = 3.0
 """A refusal does not wait longer for what it would be nice to know."""
 
+SHOWN = 8
+"""Nodes whose address is told."""
+REMEDY = "Raise cluster.wait, or make room as said above"
+
 Make = Callable[[Inventory], Plan]
 
 
@@ -61,7 +65,8 @@ async def admitted(config: Config, backend: Backend, make: Make, tell: Callable[
             if not plan.problems:
                 return plan
             if waited >= limit:
-                raise ResourceError(problems=[*plan.problems, *_waited(limit)])
+                late = Problem(subject="cluster.wait", need=f"waited {limit:g} s for this", free="no room", remedy=REMEDY)
+                raise ResourceError(problems=[*plan.problems, *([late] if limit else [])])
             if plan.problems != reasons or waited - told >= TELL_SECONDS:
                 tell(Wait(seconds=waited, limit=limit, until=time.time() + limit - waited, problems=plan.problems))
                 told, reasons = waited, plan.problems
@@ -72,13 +77,6 @@ async def admitted(config: Config, backend: Backend, make: Make, tell: Callable[
     finally:
         if asked:
             await backend.ask_for([])
-
-
-def _waited(limit: float) -> list[Problem]:
-    if not limit:
-        return []
-    need, remedy = f"waited {limit:g} s for this", "Raise cluster.wait, or make room as said above"
-    return [Problem(subject="cluster.wait", need=need, free="no room", remedy=remedy)]
 
 
 async def survey(config: Config, backend: Backend, make: Make, *, report: bool = True) -> Plan:
@@ -104,11 +102,11 @@ def live_plan(config: Config, make: Make) -> Plan:
         backend.stop()
 
 
-def meeting_points(plan: Plan, interface: str | None, most: int = 8) -> str:
+def meeting_points(plan: Plan, interface: str | None) -> str:
     """The address of each node in use that ranks talk over."""
     used = sorted(plan.used_nodes())
-    texts = [f"{plan.nodes[index].name} at {plan.nodes[index].address_of(interface)}" for index in used[:most]]
-    return f"ranks meet on {', '.join(texts)}" + (f" and {len(used) - most} more nodes" if len(used) > most else "")
+    texts = [f"{plan.nodes[index].name} at {plan.nodes[index].address_of(interface)}" for index in used[:SHOWN]]
+    return f"ranks meet on {', '.join(texts)}" + (f" and {len(used) - SHOWN} more nodes" if len(used) > SHOWN else "")
 
 
 def python_path() -> list[str]:

@@ -10,27 +10,26 @@ import signal
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
 from rolemesh.algorithms import create_algorithm
 from rolemesh.config import dump_config, load_config
 from rolemesh.config.schema import Config
-from rolemesh.errors import ConfigError, ResourceError, RolemeshError, RunStopped, WorkerError
-from rolemesh.observe import Journal, RunDirectory, read_journal, read_json_lines, write_json, write_text
+from rolemesh.errors import ResourceError, RolemeshError, RunStopped, WorkerError
+from rolemesh.observe import Journal, RunDirectory, read_json_lines, write_json, write_text
 from rolemesh.plan import Inventory, Plan, held_as_free, local_inventory, plan_json
 from rolemesh.runtime import Backend, create_backend
 from rolemesh.runtime.janitor import is_watched
-from rolemesh.training import checkpoint as checkpoints
 from rolemesh.training import phases, saving, serving, settings, watch
 from rolemesh.training.admission import Wait, admitted, joins_cluster, meeting_points, python_path
 from rolemesh.training.loop import train
 from rolemesh.training.pools import TakenOver, taken_over
-from rolemesh.training.preflight import Checked, Prepared, Site, check, check_saved_model
+from rolemesh.training.preflight import Checked, Prepared, Site, check
 from rolemesh.training.recorder import Display, Recorder
+from rolemesh.training.resume import Checkpoint, find_checkpoint, restore
 from rolemesh.training.run import Progress, TrainingRun
 from rolemesh.training.session import Session
 
@@ -39,89 +38,6 @@ Loop = Callable[[TrainingRun], Awaitable[None]]
 """Takes a run that stands ready to its end; `loop.train` is the usual one."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What ends a run."""
-
-
-def backend_for(config: Config, inventory: Inventory | None, run: str) -> Backend:
-    """The backend of a config for a run: with exactly the resources of the inventory, or on the config's cluster. Workers import user code
-    from where the controller does."""
-    if config.backend == "local":
-        return create_backend("local")
-    cluster = config.cluster
-    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live, "run": run, "pythonpath": python_path()}
-    if inventory is None:
-        return create_backend("ray", address=cluster.address, **kept)
-    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
-    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, **kept)
-
-
-def own_inventory(config: Config) -> Inventory | None:
-    """The machine that the run has to itself; None when it joins a cluster, whose inventory is taken there."""
-    return None if joins_cluster(config) else local_inventory()
-
-
-async def ready(checked: Checked, backend: Backend, inventory: Inventory | None, run: str, tell: Callable[[Wait], None]) -> Prepared:
-    """What was checked, with a plan; see `planned`."""
-    return checked.with_plan(await planned(checked.site, backend, inventory, run, tell))
-
-
-async def planned(site: Site, backend: Backend, inventory: Inventory | None, run: str, tell: Callable[[Wait], None]) -> Plan:
-    """The plan for that inventory, or for the cluster that the backend has joined, where the run may use what it has from an earlier
-    driver. Raises ResourceError."""
-    if inventory is not None:
-        return site.plan_for(inventory)
-
-    def plan(found: Inventory) -> Plan:
-        return site.plan_for(held_as_free(found, run))
-
-    return await admitted(site.config, backend, plan, tell)
-
-
-def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
-    """Run a controller on a backend and end the cluster that belongs to it. SIGINT and SIGTERM cancel `main`, which frees what it owns;
-    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.) Both signals
-    do so while the cluster starts, too, and neither can cut short its end."""
-
-    async def cancelled_by_signals() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        return await main
-
-    controller = cancelled_by_signals()
-    with _handling(signal.default_int_handler):
-        try:
-            return backend.run(controller)
-        except asyncio.CancelledError as error:
-            raise KeyboardInterrupt from error
-        finally:
-            with _handling(signal.SIG_IGN):
-                controller.close()  # neither was started if the backend could not be
-                main.close()
-                backend.stop()
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    """Treat SIGINT and SIGTERM so; afterwards as before."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """Where a resumed run goes on."""
-
-    folder: Path
-    state: dict[str, Any]
-    skipped: tuple[str, ...]
-    """Incomplete checkpoints that were passed over, each with what is wrong with it."""
-    changed: dict[str, Any]
-    """Options that differ from those the run was started with."""
 
 
 def run_training(config: Config, display: Display, *, resume: RunDirectory | None = None, loop: Loop = train) -> dict[str, Any]:
@@ -133,52 +49,19 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     standing = resume is not None and _stands(resume, config)
     checked = None if standing else check(config, inventory, warm_start=resume is None)
     with run_directory(config, resume) as directory:
-        checkpoint = _find_checkpoint(directory, checked) if resume is not None and checked is not None else None
-        backend = backend_for(config, inventory, directory.name)
+        tell = partial(tell_wait, directory, config, display)
+        if checked is None:
+            summary = _take_over_and_train(config, directory, display, loop, tell)
+        else:
+            checkpoint = find_checkpoint(directory, checked) if resume is not None else None
 
-        def tell(wait: Wait) -> None:
-            tell_wait(directory, config, display, wait)
-
-        async def main() -> dict[str, Any]:
-            if checked is not None:
-                prepared = await ready(checked, backend, inventory, directory.name, tell)
+            async def main(prepared: Prepared, backend: Backend) -> dict[str, Any]:
                 return await _train(prepared, directory, backend, display, checkpoint, loop)
-            plan = await planned(Site.of(config), backend, inventory, directory.name, tell)
-            async with taken_over(config, plan, backend, directory, display.phase) as taken:
-                with _handling(signal.default_int_handler):  # nobody else is waited for meanwhile
-                    late = check(config, inventory, warm_start=False)
-                    found = _find_checkpoint(directory, late)
-            return await _train(late.with_plan(plan), directory, backend, display, found, loop, taken)
 
-        summary = run_on(backend, main())
+            summary = launch(checked, directory.name, tell, main)
     if summary["state"] == "interrupted":
         raise KeyboardInterrupt
     return summary
-
-
-@contextmanager
-def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
-    """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
-    otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
-    directory, mine = resume, resume is None
-    try:
-        directory = directory or RunDirectory.create(config.runs_dir, config.name)
-        with directory.held():
-            mine = True
-            yield directory
-    except BaseException as error:
-        state = directory.read_status().get("state") if directory is not None and mine else None
-        if directory is not None and resume is None and isinstance(error, ResourceError) and state == "created":
-            shutil.rmtree(directory.path)
-        elif directory is not None and state in ("created", "waiting"):
-            directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
-        raise
-
-
-def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
-    """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
-    display.phase("waiting", str(wait))
-    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
 
 
 def _stands(run: RunDirectory, config: Config) -> bool:
@@ -186,37 +69,22 @@ def _stands(run: RunDirectory, config: Config) -> bool:
     return config.cluster.detached and is_watched(run.name) and load_config(str(run.config)) == config
 
 
-def _find_checkpoint(directory: RunDirectory, prepared: Checked) -> Checkpoint:
-    """The newest complete checkpoint, checked against the config. Raises ConfigError."""
-    folder, skipped = checkpoints.newest(directory)
-    state = checkpoints.read_state(folder)
-    directory.read_metrics()
-    read_journal(directory.journal)
-    done, steps = _progress(folder, state).step, prepared.config.trainer.steps
-    if steps < done:
-        remedy = f"Set trainer.steps above {done} to train on"
-        raise ConfigError.one("trainer.steps", f"must be at least the {done} steps that {directory.name} has done", str(steps), remedy)
-    prepared.prompts.load_state(state["prompts"])
-    earlier = load_config(str(directory.config))
-    checkpoints.check_roles(folder, state, earlier, prepared.config)
-    check_saved_model(folder / checkpoints.MODEL, prepared)
-    before, after = (config.model_dump(mode="json") for config in (earlier, prepared.config))
-    changed = {name: after[name] for name in after if after[name] != before[name]}
-    if any(before["algorithm"][name] != after["algorithm"][name] for name in ("kl_coefficient", "kl_target")):
-        state["progress"]["kl_coefficient"] = None  # what was adapted belongs to the settings before
-    return Checkpoint(folder=folder, state=state, skipped=tuple(skipped), changed=changed)
+def _take_over_and_train(
+    config: Config, directory: RunDirectory, display: Display, loop: Loop, tell: Callable[[Wait], None]
+) -> dict[str, Any]:
+    """Go on in the processes that an earlier driver has left. They are taken over before anything that takes long."""
+    inventory = own_inventory(config)
+    backend = backend_for(config, inventory, directory.name)
 
+    async def main() -> dict[str, Any]:
+        plan = await planned(Site.of(config, inventory), backend, directory.name, tell)
+        async with taken_over(config, plan, backend, directory, display.phase) as taken:
+            with _handling(signal.default_int_handler):  # nobody else is waited for meanwhile
+                checked = check(config, inventory, warm_start=False)
+                checkpoint = find_checkpoint(directory, checked)
+        return await _train(checked.with_plan(plan), directory, backend, display, checkpoint, loop, taken)
 
-def _progress(folder: Path, state: dict[str, Any]) -> Progress:
-    """Where the checkpoint stands. Raises ConfigError for a manifest that does not say."""
-    try:
-        found = Progress(**state["progress"])
-        if not isinstance(found.step, int):
-            raise TypeError(f"step is {found.step!r}")
-    except TypeError as error:
-        need, remedy = f"{folder / checkpoints.STATE} must say where the run stands", "Remove this folder to go on from the one before it"
-        raise ConfigError.one("--resume", need, str(error), remedy) from error
-    return found
+    return run_on(backend, main())
 
 
 async def _train(
@@ -267,6 +135,24 @@ def _stop_at_step_end_on_signals(run: TrainingRun) -> None:
         loop.add_signal_handler(number, interrupt)
 
 
+def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:
+    return {
+        "run": run.directory.name,
+        "directory": str(run.directory.path),
+        "state": state,
+        "steps": run.progress.step,
+        "weight_version": run.progress.weight_version,
+        "eval/accuracy/first": run.progress.first_accuracy,
+        "eval/accuracy/last": run.progress.last_accuracy,
+        "seconds": seconds,
+        "checkpoint": str(run.directory.checkpoint(run.progress.step)),
+        "data": str(run.prompts.report),
+    }
+
+
+# -- a run under way -----------------------------------------------------------------------------------------------------------
+
+
 @asynccontextmanager
 async def open_run(
     prepared: Prepared,
@@ -279,59 +165,71 @@ async def open_run(
     taken: TakenOver | None = None,
 ) -> AsyncIterator[TrainingRun]:
     """A `TrainingRun` ready for its loop, standing at the checkpoint if there is one. Frees everything on exit, what was `taken` over
-    too."""
+    too, and leaves word in the directory of how the run ended."""
     config = prepared.config
-    dropped = directory.truncate_metrics(checkpoint.state["progress"]["step"]) if checkpoint is not None else 0
-    recorder = Recorder(directory, config, display)
-    journal = taken.journal if taken is not None else Journal(directory.journal)
-    outcome = "failed"
-    cause: Exception | None = None
-    progress = Progress(**checkpoint.state["progress"]) if checkpoint is not None else Progress()
-    run: TrainingRun | None = None
-    try:
-        if checkpoint is None:
-            _write_plan(prepared, directory)
-        write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
-        workers = taken.workers if taken is not None else []
-        directory.write_status(watch.status(directory, config, progress, "starting", "starting", workers))
-        for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
-            recorder.note(warning)
-        if joins_cluster(config):
-            display.note(meeting_points(prepared.plan, config.cluster.interface))
+    dropped = directory.truncate_metrics(checkpoint.progress.step) if checkpoint is not None else 0
+    with ExitStack() as stack:
+        stack.callback(display.stop)
+        recorder = Recorder(directory, config, display)
+        stack.callback(recorder.close)
+        journal = taken.journal if taken is not None else Journal(directory.journal)
+        stack.callback(journal.close)
         session = Session(
             config, prepared.plan, backend, run_id=directory.name, run_dir=directory.path, tokenizer=prepared.tokenizer,
             observer=recorder.observe, announce=recorder.announce, warn=recorder.note, roles=roles,
             journal=journal, taken=taken,
         )  # fmt: skip
+        run = TrainingRun(
+            config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
+            prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set,
+            progress=checkpoint.progress if checkpoint is not None else Progress(), cursor=prepared.prompts.state(),
+        )  # fmt: skip
+        stack.enter_context(_ending(run))
+        if checkpoint is None:
+            _write_plan(prepared, directory)
+        write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
+        directory.write_status(watch.status(directory, config, run.progress, "starting", "starting", taken.workers if taken else []))
+        _warn(run, prepared, journal)
         async with session:
-            run = TrainingRun(
-                config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
-                prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set, progress=progress,
-                cursor=prepared.prompts.state(),
-            )  # fmt: skip
             if checkpoint is not None:
-                await _restore(run, prepared, checkpoint, dropped)
+                await restore(run, checkpoint, dropped)
+                if run.progress.step < config.trainer.steps:  # the config of this start counts from its first step on
+                    _write_plan(prepared, directory)
             async with watch.watched(run), settings.followed(run), saving.saves_finished(run), serving.served(run):
                 yield run
-            outcome = "interrupted" if run.interrupted else "finished"
+
+
+def _warn(run: TrainingRun, prepared: Prepared, journal: Journal) -> None:
+    for warning in (*prepared.plan.warnings, *([f"dropped from the journal, cut short: {journal.torn}"] if journal.torn else [])):
+        run.recorder.note(warning)
+    if joins_cluster(run.config):
+        run.recorder.display.note(meeting_points(prepared.plan, run.config.cluster.interface))
+
+
+def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
+    write_text(directory.config, dump_config(prepared.config))
+    write_json(directory.plan, plan_json(prepared.plan))
+
+
+@contextmanager
+def _ending(run: TrainingRun) -> Iterator[None]:
+    """Write down how the run ended, whatever ended it. Raises RolemeshError where its directory takes no more words."""
+    outcome, cause = "failed", None
+    try:
+        yield
+        outcome = "interrupted" if run.interrupted else "finished"
     except asyncio.CancelledError:
         outcome = "interrupted"
         raise
     except Exception as error:
         cause = error
-        with _writing(directory, cause):
-            _keep_error(directory, recorder, error)
+        with _writing(run.directory, cause):
+            _keep_error(run.directory, run.recorder, error)
         raise
     finally:
-        try:
-            with _writing(directory, cause):
-                recorder.events.write("end", "run", outcome)
-                last = run.config if run is not None else config  # options change while a run trains
-                directory.write_status(watch.status(directory, last, progress, outcome, recorder.phase, []))
-        finally:
-            journal.close()
-            recorder.close()
-            display.stop()
+        with _writing(run.directory, cause):
+            run.recorder.events.write("end", "run", outcome)
+            run.directory.write_status(watch.status(run.directory, run.config, run.progress, outcome, run.recorder.phase, []))
 
 
 @contextmanager
@@ -356,37 +254,104 @@ def _keep_error(directory: RunDirectory, recorder: Recorder, error: Exception) -
     write_json(directory.summary, {"run": directory.name, "state": "failed", "error": str(error), "trace": str(trace)})
 
 
-def _write_plan(prepared: Prepared, directory: RunDirectory) -> None:
-    write_text(directory.config, dump_config(prepared.config))
-    write_json(directory.plan, plan_json(prepared.plan))
+# -- a place for it ------------------------------------------------------------------------------------------------------------
 
 
-async def _restore(run: TrainingRun, prepared: Prepared, checkpoint: Checkpoint, dropped: int) -> None:
-    """Give the roles their state back; only then does the run directory take the config of this start, if a step will be done by it."""
-    await saving.restore(run, checkpoint.folder)
-    if run.progress.step < run.config.trainer.steps:
-        _write_plan(prepared, run.directory)
-    run.recorder.step = run.progress.step
-    skipped = f"; skipped incomplete {', '.join(checkpoint.skipped)}" if checkpoint.skipped else ""
-    text = (
-        f"resumed at step {run.progress.step} from {checkpoint.folder}{skipped}; {dropped} later rows of metrics dropped; "
-        f"next prompt is number {checkpoint.state['prompts']['draws']}"
-    )
-    details = {"step": run.progress.step, "dropped_rows": dropped, "changed_options": checkpoint.changed}
-    run.recorder.events.write("prepare", str(checkpoint.folder), "resumed", message=text, **details)
-    run.recorder.display.note(text + (f"; changed sections: {', '.join(checkpoint.changed)}" if checkpoint.changed else ""))
+def launch(checked: Checked, run: str, tell: Callable[[Wait], None], work: Callable[[Prepared, Backend], Awaitable[T]]) -> T:
+    """Start or join the cluster of a run, wait for room there (`tell` hears of that), and have `work` done on it. Raises as `run_on`."""
+    backend = backend_for(checked.config, checked.site.inventory, run)
+
+    async def main() -> T:
+        return await work(checked.with_plan(await planned(checked.site, backend, run, tell)), backend)
+
+    return run_on(backend, main())
 
 
-def _summary(run: TrainingRun, state: str, seconds: float) -> dict[str, Any]:
-    return {
-        "run": run.directory.name,
-        "directory": str(run.directory.path),
-        "state": state,
-        "steps": run.progress.step,
-        "weight_version": run.progress.weight_version,
-        "eval/accuracy/first": run.progress.first_accuracy,
-        "eval/accuracy/last": run.progress.last_accuracy,
-        "seconds": seconds,
-        "checkpoint": str(run.directory.checkpoint(run.progress.step)),
-        "data": str(run.prompts.report),
-    }
+async def planned(site: Site, backend: Backend, run: str, tell: Callable[[Wait], None]) -> Plan:
+    """The plan for the machine that the run has to itself, or for the cluster that the backend has joined, where the run may use what it
+    has from an earlier driver. Raises ResourceError."""
+    if site.inventory is not None:
+        return site.plan_for(site.inventory)
+    return await admitted(site.config, backend, lambda found: site.plan_for(held_as_free(found, run)), tell)
+
+
+def own_inventory(config: Config) -> Inventory | None:
+    """The machine that the run has to itself; None when it joins a cluster, whose inventory is taken there."""
+    return None if joins_cluster(config) else local_inventory()
+
+
+def backend_for(config: Config, inventory: Inventory | None, run: str) -> Backend:
+    """The backend of a config for a run: with exactly the resources of the inventory, or on the config's cluster. Workers import user code
+    from where the controller does."""
+    if config.backend == "local":
+        return create_backend("local")
+    cluster = config.cluster
+    kept = {"detached": cluster.detached, "time_to_live": cluster.time_to_live, "run": run, "pythonpath": python_path()}
+    if inventory is None:
+        return create_backend("ray", address=cluster.address, **kept)
+    cpus, gpus = sum(node.cpus for node in inventory.nodes), sum(node.gpus for node in inventory.nodes)
+    return create_backend("ray", num_cpus=math.ceil(cpus), num_gpus=gpus, **kept)
+
+
+def run_on(backend: Backend, main: Coroutine[Any, Any, T]) -> T:
+    """Run a controller on a backend and end the cluster that belongs to it. SIGINT and SIGTERM cancel `main`, which frees what it owns;
+    then KeyboardInterrupt is raised. (A training run replaces the handlers by its own, see `_stop_at_step_end_on_signals`.) Both signals
+    do so while the cluster starts, too, and neither can cut short its end."""
+
+    async def cancelled_by_signals() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await main
+
+    controller = cancelled_by_signals()
+    with _handling(signal.default_int_handler):
+        try:
+            return backend.run(controller)
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
+        finally:
+            with _handling(signal.SIG_IGN):
+                controller.close()  # neither was started if the backend could not be
+                main.close()
+                backend.stop()
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Treat SIGINT and SIGTERM so; afterwards as before."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+# -- its directory -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterator[RunDirectory]:
+    """Hold the directory of a run, a new one unless one is resumed. A run that a cluster refuses at once leaves none behind; one that ends
+    otherwise before its session began says so in its status. Raises ConfigError as `held` does."""
+    directory, mine = resume, resume is None
+    try:
+        directory = directory or RunDirectory.create(config.runs_dir, config.name)
+        with directory.held():
+            mine = True
+            yield directory
+    except BaseException as error:
+        state = directory.read_status().get("state") if directory is not None and mine else None
+        if directory is not None and resume is None and isinstance(error, ResourceError) and state == "created":
+            shutil.rmtree(directory.path)
+        elif directory is not None and state in ("created", "waiting"):
+            directory.write_status({"state": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", "pid": os.getpid()})
+        raise
+
+
+def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
+    """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
+    display.phase("waiting", str(wait))
+    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))

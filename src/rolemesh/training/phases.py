@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rolemesh.batch import Batch, BatchRef
 from rolemesh.data import sft_batch
@@ -109,12 +107,7 @@ def _record_rewards(batch: Batch, metrics: Metrics) -> None:
         metrics.min("reward/min", valid.min())
     metrics.sum("reward/failed", len(rewards) - len(valid))
     metrics.mean("response_length/mean", lengths.mean())
-    if "source" in batch.names:
-        _record_rewards_by_source(rewards, list(batch.scalars("source")), metrics)
-
-
-def _record_rewards_by_source(rewards: NDArray[np.float64], sources: Sequence[str], metrics: Metrics) -> None:
-    for source, reward in zip(sources, rewards, strict=True):
+    for source, reward in zip(batch.scalars("source"), rewards, strict=True) if "source" in batch.names else ():
         metrics.mean(f"reward/mean/{metric_part(source)}", reward, weight=np.isfinite(reward))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -37,12 +37,14 @@ class Site:
 
     config: Config
     """With the roles and pools alone that will be started."""
+    inventory: Inventory | None
+    """The machines that the run has to itself; None when it joins a cluster, whose inventory is taken there."""
     versions: VersionReport
 
     @classmethod
-    def of(cls, config: Config, roles: Sequence[str] | None = None) -> Self:
+    def of(cls, config: Config, inventory: Inventory | None, roles: Sequence[str] | None = None) -> Self:
         """Of these roles of a config, or of all."""
-        return cls(config=_with_roles(config, roles), versions=check_versions(config.rollout.engine))
+        return cls(config=_with_roles(config, roles), inventory=inventory, versions=check_versions(config.rollout.engine))
 
     def plan_for(self, inventory: Inventory) -> Plan:
         return with_versions(build_plan(self.config, inventory, helpers=RUN_HELPERS), self.versions)
@@ -60,27 +62,19 @@ class Checked:
     sft_prompts: PromptMixture | None
 
     def with_plan(self, plan: Plan) -> Prepared:
-        return Prepared(
-            config=self.config, plan=plan, tokenizer=self.tokenizer, prompts=self.prompts, eval_set=self.eval_set,
-            sft_prompts=self.sft_prompts,
-        )  # fmt: skip
+        return Prepared(**{field.name: getattr(self, field.name) for field in fields(self)}, plan=plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(Checked):
     """What a run starts from once nothing is left to refuse."""
 
-    config: Config
     plan: Plan
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptMixture
-    eval_set: EvalSet
-    sft_prompts: PromptMixture | None
 
 
-def prepare(config: Config, inventory: Inventory, *, warm_start: bool = True, roles: Sequence[str] | None = None) -> Prepared:
+def prepare(config: Config, inventory: Inventory) -> Prepared:
     """Check everything and place it on machines that this run has to itself. Raises ConfigError or ResourceError, as `check` does."""
-    checked = check(config, inventory, warm_start=warm_start, roles=roles)
+    checked = check(config, inventory)
     return checked.with_plan(checked.site.plan_for(inventory))
 
 
@@ -90,7 +84,7 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     problems are those that no cluster can solve. `warm_start` off leaves out the data of the `sft` section, where it is not used (any
     more). `roles` names those that will be started, for evaluation or generation: what only training needs is not asked for then, nor
     is room for other roles."""
-    training, site = roles is None, Site.of(config, roles)
+    training, site = roles is None, Site.of(config, inventory, roles)
     problems = [*check_config(config, training=training, builtins=_builtin_names()), *site.versions.problems]
     readable = (described := _collect(problems, lambda: models.load_config(config.model))) is not None
     if readable:

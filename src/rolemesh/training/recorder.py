@@ -145,10 +145,9 @@ class Recorder:
         self._begin()
         self._total = total
 
-    def end_stage(self, name: str, report: str = "") -> None:
+    def end_stage(self, name: str, report: str) -> None:
         self.events.write("run", "controller", f"{name} done", message=report)
-        if report:
-            self.display.note(report)
+        self.display.note(report)
 
     def sft_step(self, step: int) -> None:
         """One supervised step is done: a row of its own, without reward."""

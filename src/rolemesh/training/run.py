@@ -34,9 +34,6 @@ class Progress:
     """Held-out accuracy before the first step."""
     last_accuracy: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:

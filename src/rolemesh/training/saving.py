@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,7 +113,7 @@ async def _begun(run: TrainingRun, began: float) -> Save:
         make_mark(mark)
     told = await together(group.save(str(folder.resolve()), beside=run.config.trainer.async_save) for group in groups.values())
     state = {
-        "progress": run.progress.to_json(),
+        "progress": asdict(run.progress),
         "prompts": run.prompts.state(),
         "seed": run.config.seed,
         "roles": dict(zip(groups, told, strict=True)),

@@ -31,8 +31,8 @@ SLOW_SECONDS = 10.0
 """A stage of the start that takes longer says so often what its workers do."""
 
 
-def _warn_nobody(text: str) -> None:
-    """Tasks without a display have nobody to warn."""
+def nobody(*told: object) -> None:
+    """Who hears of what a task without a display has to tell."""
 
 
 class Session:
@@ -51,9 +51,9 @@ class Session:
         run_id: str,
         run_dir: Path | None,
         tokenizer: PreTrainedTokenizerBase,
-        observer: Callable[[CallRecord], None],
-        announce: Announce,
-        warn: Callable[[str], None] = _warn_nobody,
+        observer: Callable[[CallRecord], None] = nobody,
+        announce: Announce = nobody,
+        warn: Callable[[str], None] = nobody,
         roles: Sequence[str] | None = None,
         journal: Journal | None = None,
         taken: TakenOver | None = None,

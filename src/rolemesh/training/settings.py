@@ -10,6 +10,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from typing import Any, Final
 
 from rolemesh.config import check_config, dump_config, load_config
@@ -104,8 +105,7 @@ def _answer(run: TrainingRun, overrides: Sequence[str]) -> dict[str, Any]:
         if problems := check_config(wished):
             raise ConfigError(problems=problems)
     except ConfigError as error:
-        fields = ("subject", "need", "free", "remedy")
-        return {"problems": [{name: getattr(problem, name) for name in fields} for problem in error.problems]}
+        return {"problems": [asdict(problem) for problem in error.problems]}
     write_text(run.directory.config, dump_config(wished))
     run.wished = wished
     step = run.recorder.step + 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,84 +19,65 @@ from rolemesh.models import encode_prompt
 from rolemesh.names import ROLLOUT
 from rolemesh.observe import write_json
 from rolemesh.roles.rollout_manager import RolloutManager
-from rolemesh.runtime import Backend, CallRecord
+from rolemesh.runtime import Backend
 from rolemesh.training import checkpoint, evaluation, phases, saving
 from rolemesh.training.admission import Wait
-from rolemesh.training.launch import backend_for, open_run, own_inventory, ready, run_directory, run_on, tell_wait
+from rolemesh.training.launch import launch, open_run, own_inventory, run_directory, tell_wait
 from rolemesh.training.preflight import Checked, Prepared, check
 from rolemesh.training.recorder import Display
-from rolemesh.training.session import Session
+from rolemesh.training.run import TrainingRun
+from rolemesh.training.session import Session, nobody
 
+T = TypeVar("T")
 BRING_BACK_SECONDS = 1.0
 """Between two looks whether a replica that serves no more can come back, where there are no rounds."""
 
 
-def _ignore_wait(wait: Wait) -> None:
-    """Whoever evaluates from a program sees the outcome."""
-
-
 def run_sft(config: Config, display: Display) -> Path:
     """Fine-tune by the `sft` section; returns the Hugging Face folder that it leaves."""
-    inventory = own_inventory(config)
-    checked = check(config, inventory)
-    with run_directory(config) as directory:
-        backend = backend_for(config, inventory, directory.name)
 
-        async def main() -> Path:
-            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
-            async with open_run(prepared, directory, backend, display, roles=["actor"]) as run:
-                await phases.warm_start(run)
-                await phases.save(run)
-                await saving.end(run)
-                folder = directory.checkpoint(0) / checkpoint.MODEL
-                write_json(directory.summary, {"run": directory.name, "state": "finished", "steps": 0, "model": str(folder)})
-                return folder
+    async def work(run: TrainingRun) -> Path:
+        await phases.warm_start(run)
+        await phases.save(run)
+        await saving.end(run)
+        folder = run.directory.checkpoint(0) / checkpoint.MODEL
+        write_json(run.directory.summary, {"run": run.directory.name, "state": "finished", "steps": 0, "model": str(folder)})
+        return folder
 
-        return run_on(backend, main())
+    return _in_directory(check(config, own_inventory(config)), config.name, display, ["actor"], work)
 
 
 def run_evaluation(
-    config: Config, sampling: evaluation.Sampling | None = None, *, tell: Callable[[Wait], None] = _ignore_wait
+    config: Config, sampling: evaluation.Sampling | None = None, *, tell: Callable[[Wait], None] = nobody
 ) -> dict[str, float]:
     """How well the config's model answers the held-out prompts: greedily, or by several samples a prompt. `tell` hears of a wait for
     room on a cluster."""
-    inventory = own_inventory(config)
     roles = ["rollout", "reward"]
-    checked = check(config, inventory, roles=roles)
-    run = f"{config.name}-{secrets.token_hex(6)}"
-    backend = backend_for(config, inventory, run)
+    checked = check(config, own_inventory(config), roles=roles)
 
-    async def main() -> dict[str, float]:
-        prepared = await ready(checked, backend, inventory, run, tell)
-        async with _session(prepared, backend, run, roles) as session:
-            await session.groups["rollout"].serve_folder(0)
-            if sampling is None:
-                return await evaluation.held_out(session, prepared.eval_set, 0)
-            return await evaluation.sampled(session, prepared.eval_set, 0, sampling)
+    async def work(session: Session) -> dict[str, float]:
+        if sampling is None:
+            return await evaluation.held_out(session, checked.eval_set, 0)
+        return await evaluation.sampled(session, checked.eval_set, 0, sampling)
 
-    return run_on(backend, main())
+    return _in_session(checked, roles, tell, work)
 
 
 def run_serving(config: Config, display: Display) -> None:
     """Answer requests from outside with the config's model until this process is told to end, as a run that is in training does."""
     serve = config.rollout.serve or ServeConfig()
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"serve": serve})})
-    inventory = own_inventory(config)
-    checked = check(config, inventory, roles=[ROLLOUT])
-    with run_directory(config.model_copy(update={"name": f"{config.name}-serve"})) as directory:  # whoever asks for the run means the other
-        backend = backend_for(config, inventory, directory.name)
 
-        async def main() -> None:
-            prepared = await ready(checked, backend, inventory, directory.name, lambda wait: tell_wait(directory, config, display, wait))
-            async with open_run(prepared, directory, backend, display, roles=[ROLLOUT]) as run:
-                rollout = run.session.groups[ROLLOUT]
-                assert isinstance(rollout, RolloutManager)
-                await rollout.serve_folder(0)
-                while True:
-                    await backend.sleep(BRING_BACK_SECONDS)
-                    await rollout.bring_back()
+    async def work(run: TrainingRun) -> None:
+        rollout = run.session.groups[ROLLOUT]
+        assert isinstance(rollout, RolloutManager)
+        await rollout.serve_folder(0)
+        while True:
+            await run.session.backend.sleep(BRING_BACK_SECONDS)
+            await rollout.bring_back()
 
-        run_on(backend, main())
+    checked = check(config, own_inventory(config), roles=[ROLLOUT])
+    _in_directory(checked, f"{config.name}-serve", display, [ROLLOUT], work)  # whoever asks for the run by its name means the other
 
 
 def run_generation(config: Config, prompts: Sequence[str], temperature: float) -> list[str]:
@@ -105,31 +87,50 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError.one("temperature", "must be a number of at least 0", str(temperature), "0 is greedy, 1 samples as in training")
-    inventory = own_inventory(config)
-    checked = check(config, inventory, roles=["rollout"])
+    checked = check(config, own_inventory(config), roles=[ROLLOUT])
     ids = _encoded(checked, prompts)
-    run = f"{config.name}-{secrets.token_hex(6)}"
-    backend = backend_for(config, inventory, run)
 
-    async def main() -> list[str]:
-        prepared = await ready(checked, backend, inventory, run, _ignore_wait)
-        async with _session(prepared, backend, run, ["rollout"]) as session:
-            await session.groups["rollout"].serve_folder(0)
-            columns: dict[str, Any] = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
-            columns |= {"prompt": list(prompts), "source": ["generate"] * len(ids), "answer": [None] * len(ids), "task": [None] * len(ids)}
-            batch = session.store(Batch.from_columns(columns))
-            written = await session.groups["rollout"].generate(batch, version=0, temperature=temperature, seed=config.seed)
-            return list((await session.read(written, ["response"])).scalars("response"))
+    async def work(session: Session) -> list[str]:
+        columns: dict[str, Any] = {"draw": np.arange(len(ids)), "sample": np.zeros(len(ids), dtype=np.int64), "prompt_ids": ids}
+        columns |= {"prompt": list(prompts), "source": ["generate"] * len(ids), "answer": [None] * len(ids), "task": [None] * len(ids)}
+        batch = session.store(Batch.from_columns(columns))
+        written = await session.groups[ROLLOUT].generate(batch, version=0, temperature=temperature, seed=config.seed)
+        return list((await session.read(written, ["response"])).scalars("response"))
 
-    return run_on(backend, main())
+    return _in_session(checked, [ROLLOUT], nobody, work)
 
 
-def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
+def _in_directory(checked: Checked, name: str, display: Display, roles: Sequence[str], work: Callable[[TrainingRun], Awaitable[T]]) -> T:
+    """Work with a run of these roles that has a directory, whose name begins so."""
+    config = checked.config
+    with run_directory(config.model_copy(update={"name": name})) as directory:
+
+        async def main(prepared: Prepared, backend: Backend) -> T:
+            async with open_run(prepared, directory, backend, display, roles=roles) as run:
+                return await work(run)
+
+        return launch(checked, directory.name, partial(tell_wait, directory, config, display), main)
+
+
+def _in_session(checked: Checked, roles: Sequence[str], tell: Callable[[Wait], None], work: Callable[[Session], Awaitable[T]]) -> T:
+    """Work with engines that serve the model's own weights as version 0, and leave no directory."""
+    run = f"{checked.config.name}-{secrets.token_hex(6)}"
+
+    async def main(prepared: Prepared, backend: Backend) -> T:
+        session = Session(prepared.config, prepared.plan, backend, run_id=run, run_dir=None, tokenizer=prepared.tokenizer, roles=roles)
+        async with session:
+            await session.groups[ROLLOUT].serve_folder(0)
+            return await work(session)
+
+    return launch(checked, run, tell, main)
+
+
+def _encoded(checked: Checked, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of every prompt. Raises ConfigError with all that cannot be used."""
     if not prompts:
         raise ConfigError.one("prompts", "there must be at least one", "none", "Give them as arguments, or on standard input, a line each")
-    data, problems, encoded = prepared.config.data, [], []
-    form: dict[str, Any] = {"chat": data.chat, "tools": tool_schemas(prepared.config.environment)}
+    data, problems, encoded = checked.config.data, [], []
+    form: dict[str, Any] = {"chat": data.chat, "tools": tool_schemas(checked.config.environment)}
     for number, text in enumerate(prompts):
         subject = f"prompt {number}"
         try:
@@ -137,7 +138,7 @@ def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
         except UnicodeEncodeError as error:
             problems.append(Problem(subject=subject, need="must be valid Unicode", free=str(error), remedy="Check its encoding"))
             continue
-        ids = encode_prompt(prepared.tokenizer, data.prompt_template.replace("{prompt}", text), **form)
+        ids = encode_prompt(checked.tokenizer, data.prompt_template.replace("{prompt}", text), **form)
         if not 0 < len(ids) <= data.max_prompt_tokens:
             need = f"1 to data.max_prompt_tokens = {data.max_prompt_tokens} tokens"
             problems.append(Problem(subject=subject, need=need, free=str(len(ids)), remedy="Change the prompt"))
@@ -145,18 +146,3 @@ def _encoded(prepared: Checked, prompts: Sequence[str]) -> list[list[int]]:
     if problems:
         raise ConfigError(problems=problems)
     return encoded
-
-
-def _session(prepared: Prepared, backend: Backend, run: str, roles: Sequence[str]) -> Session:
-    return Session(
-        prepared.config, prepared.plan, backend, run_id=run, run_dir=None, tokenizer=prepared.tokenizer,
-        observer=_ignore_call, announce=_ignore_event, roles=roles,
-    )  # fmt: skip
-
-
-def _ignore_call(record: CallRecord) -> None:
-    """Tasks without a run directory record nothing."""
-
-
-def _ignore_event(stage: str, subject: str, kind: str) -> None:
-    """As above."""

@@ -85,10 +85,10 @@ async def describe(group: WorkerGroup, deadline: float) -> str:
     return f"{group.name} takes long; its calls end after {deadline:.0f} s (deadlines.call)\n" + "\n".join(lines)
 
 
-def _innermost(stack: str, frames: int = 3) -> list[str]:
-    """`loss.py:12 backward` of the last frames of a stack, the innermost first."""
+def _innermost(stack: str) -> list[str]:
+    """`loss.py:12 backward` of the last three frames of a stack, the innermost first."""
     found = re.findall(r'File "(?:[^"]*/)?([^"/]+)", line (\d+), in (\S+)', stack)
-    return [f"{file}:{line} {name}" for file, line, name in reversed(found[-frames:])]
+    return [f"{file}:{line} {name}" for file, line, name in reversed(found[-3:])]
 
 
 def status(

@@ -16,6 +16,10 @@ from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 from rolemesh.engines.train import Groups
 
 TIMEOUT = timedelta(seconds=120)
+CONTEXT = multiprocessing.get_context("forkserver")  # its server imports what takes long once for all ranks
+CONTEXT.set_forkserver_preload(
+    ["rolemesh.engines.train", "rolemesh.algorithms", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "peft"]
+)
 
 
 class Grid:
@@ -49,9 +53,7 @@ def _rank_main(main: Callable[[Grid], Any], rank: int, size: int, folder: str) -
 
 def run_grid(main: Callable[[Grid], Any], size: int, folder: Path) -> list[Any]:
     """`main` on every rank in a process of its own, in which it returns what can be saved; the results in rank order."""
-    context = multiprocessing.get_context("forkserver")  # its server imports what takes long once for all ranks
-    context.set_forkserver_preload(["rolemesh.engines.train", "rolemesh.algorithms", "transformers.models.llama.modeling_llama", "peft"])
-    ranks = [context.Process(target=_rank_main, args=(main, rank, size, str(folder)), daemon=True) for rank in range(size)]
+    ranks = [CONTEXT.Process(target=_rank_main, args=(main, rank, size, str(folder)), daemon=True) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:

@@ -13,6 +13,7 @@ from rolemesh.batch import Batch
 from rolemesh.config.schema import LoraConfig
 from rolemesh.engines.rollout import create_engine
 from rolemesh.engines.train import OptimizerSettings, Scorer, TrainEngine
+from rolemesh.engines.train.groups import agree
 from rolemesh.engines.train.placed import without_weights
 from rolemesh.engines.train.weights import named_weights
 from rolemesh.models import lora
@@ -93,7 +94,7 @@ def of_layout(grid: Grid, name: str) -> dict:
     merged, moments = trainer.files()
     for file, path in ((merged, "merged"), (moments, "moments"), (trainer.adapter_file(), "adapter")):
         file.write(folder / path)
-    grid.groups(size)  # all have written when all are here
+    agree(trainer.groups.world, 0, torch.device("cpu"))  # all have written
     trainer.check_below_adapter(folder / "merged")
     return found | {"folder": folder}
 

@@ -23,12 +23,14 @@ from train_support import (
     saved,
     state_of,
     tiny_model,
+    value_model,
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolemesh.engines.train import Groups, Scorer, TrainEngine
 from rolemesh.engines.train.groups import agree
 from rolemesh.engines.train.placed import without_weights
+from rolemesh.engines.train.weights import named_weights
 from rolemesh.observe import Metrics
 
 LAYOUTS = {
@@ -83,7 +85,7 @@ def of_layout(grid: Grid, name: str) -> dict:
     size, tensor, sharding = LAYOUTS[name]
     groups, data, found = grid.groups(size, tensor), batch(), {"gradients": {}, "metrics": {}}
     rank, ranks = groups.rank // tensor, size // tensor
-    trainer = engine(rows=2, sharding=sharding, activation_checkpointing=name == "four shards")
+    trainer = engine(rows=2, sharding=sharding, activation_checkpointing=name == "four shards", weights=weights_of(tiny_model()))
     trainer.join(groups)
     for mode in AGGREGATIONS:
         for share, rows in SHARES.items():
@@ -109,6 +111,11 @@ def of_layout(grid: Grid, name: str) -> dict:
     return found | of_critic(grid.groups(size, tensor), sharding) | of_qwen(grid.groups(size, tensor), sharding)
 
 
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """An engine that is given them is set up once, by `join`, instead of before that as well."""
+    return dict(named_weights(model))
+
+
 def save_together(trainer: TrainEngine, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     save(trainer, folder)
@@ -131,7 +138,7 @@ def of_critic(groups: Groups, sharding: str) -> dict:
     data, metrics = critic_batch(), Metrics()
     rank, ranks = groups.rank // groups.tensor_size, groups.data_size
     mine = SHARES["all rows on the last rank"](rank, ranks)
-    trainer = critic(rows=2, sharding=sharding)
+    trainer = critic(rows=2, sharding=sharding, weights=weights_of(value_model()))
     trainer.join(groups)
     found = {"values": dict(zip(mine, trainer.values(data.take(mine)), strict=True))}
     found["value_gradients"] = trainer.compute_gradients(data.take(mine), ppo().value_loss, metrics=Metrics())
@@ -152,7 +159,7 @@ def passing(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_qwen(groups: Groups, sharding: str) -> dict:
-    trainer = engine(qwen(), rows=2, sharding=sharding)
+    trainer = engine(qwen(), rows=2, sharding=sharding, weights=weights_of(qwen()))
     trainer.join(groups)
     mine = SHARES["one each in turn"](groups.rank // groups.tensor_size, groups.data_size)
     return {"qwen": gradients(trainer, batch(), mine)}

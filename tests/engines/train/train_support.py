@@ -92,6 +92,15 @@ def critic(model=None, *, rows: int = 8, learning_rate: float = 1e-3, **options)
 
 def critic_batch(mode: str = "token_mean", **columns) -> Batch:
     """`batch` with what the critic learns from: old values a bit off its own, advantages and returns."""
+    return _critic_batch(mode, **columns) if columns else _usual_critic_batch(mode)
+
+
+@cache
+def _usual_critic_batch(mode: str) -> Batch:
+    return _critic_batch(mode)
+
+
+def _critic_batch(mode: str, **columns) -> Batch:
     random = np.random.default_rng(7)
     data = batch().drop(["advantage", "token_weight", "minibatch"]).with_columns(columns)
     own = critic().values(data)

@@ -17,9 +17,8 @@ from rolemesh.engines.train.forward import TokenScorer, check_temperature
 from rolemesh.engines.train.microbatch import MicroBatch, advantages, on_device, weights
 from rolemesh.engines.train.placed import PlacedModel
 from rolemesh.engines.train.replica import Replica
-from rolemesh.engines.train.sft import sft_loss
 from rolemesh.engines.train.tensor_file import StoredTensor, TensorFile, stored_tensors
-from rolemesh.engines.train.weights import check_fit, named_weights, shapes
+from rolemesh.engines.train.weights import check_fit, named_weights
 from rolemesh.models.lora import adapter_off, is_adapter, merged_weights, other_weights, saved_name, without_adapter
 from rolemesh.observe import Metrics
 from rolemesh.protocols.algorithm import TokenBatch
@@ -40,9 +39,6 @@ class TrainEngine(Replica):
         super().__init__(model, **options)
         self._plain = without_adapter(self._skeleton)
 
-    def _language_model(self, model: nn.Module) -> nn.Module:
-        return model
-
     def _try(self, placed: PlacedModel, *, packing: bool, autocast: torch.dtype) -> bool:
         self._scorer = TokenScorer(
             placed.root, autocast=autocast, device=self._device, packing=packing, entropy_gradient=self._entropy_gradient
@@ -50,6 +46,7 @@ class TrainEngine(Replica):
         return self._scorer.packed
 
     def _let_go(self) -> None:
+        super()._let_go()
         del self._scorer
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
@@ -85,7 +82,8 @@ class TrainEngine(Replica):
         return self._whole_gradients()
 
     def sft_update(self, batch: Batch, metrics: Metrics) -> None:
-        """The same with the cross-entropy of the response tokens, each weighted by its row's `token_weight`; records `sft/...`.
+        """The same with the cross-entropy of the response tokens, each weighted by its row's `token_weight`; records `sft/...`, as
+        `sft/loss` the mean over tokens with a weight.
 
         Reads prompt_ids, response_ids and token_weight, which must be normalised over the whole mini-batch (token mean: 1 / all its
         response tokens)."""
@@ -93,7 +91,10 @@ class TrainEngine(Replica):
         def rows_loss(rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
             logprobs, _ = self._scorer(micro, 1.0)
             weight = weights(rows, self._device)
-            return sft_loss(logprobs, weight, metrics), weight
+            kept = weight != 0
+            if kept.any():
+                metrics.mean("sft/loss", -logprobs.detach()[kept].mean(), int(kept.sum()))
+            return -(weight[kept] * logprobs[kept]).sum(), weight
 
         self._accumulate(batch, rows_loss, metrics)
         self._apply(metrics, "sft")
@@ -136,7 +137,8 @@ class TrainEngine(Replica):
 
         return list(merged_weights(self._skeleton, self._names, weight=placed.tensors.__getitem__, whole=self._whole, cut=cut))
 
-    def _weights_file(self) -> TensorFile:
+    def file(self) -> TensorFile:
+        """An adapter is merged into them."""
         merged = self._merged_parts()
         own = {name: (inside, self._up.tensors[inside]) for name, inside, _ in merged}
         return self._up.file(own, {name: merge for name, _, merge in merged})
@@ -159,13 +161,12 @@ class TrainEngine(Replica):
         """The adapter alone, as peft names its weights; see `files`."""
         return self._up.file({saved_name(name): (name, tensor) for name, tensor in self._up.tensors.items() if is_adapter(name)})
 
-    def _take_stored(self, given: Mapping[str, StoredTensor]) -> None:
-        """The file is that of the adapter, where there is one."""
+    def load_weights(self, given: Mapping[str, Tensor | StoredTensor]) -> None:
+        """Where there is an adapter, its weights alone, as `adapter_file` names them."""
         adapter = {saved_name(name): name for name in self._up.tensors if is_adapter(name)}
-        if not adapter:
-            super()._take_stored(given)
-            return
-        self.load_weights({adapter.get(name, name): tensor for name, tensor in given.items()}, keep=lambda name: not is_adapter(name))
+        self._take(
+            ((adapter.get(name, name), tensor) for name, tensor in given.items()), keep=lambda name: bool(adapter) and not is_adapter(name)
+        )
 
     def adapter_weights(self) -> dict[str, torch.Tensor]:
         """Whole copies of the weights of the adapter, under its names in `named_weights`. Collective where weights are split."""
@@ -183,7 +184,7 @@ class TrainEngine(Replica):
     def take_reference(self, given: Mapping[str, torch.Tensor]) -> None:
         """From here on the reference is the model with this adapter, which `reference` gave. Raises ValueError when it does not fit."""
         wholes = {name: torch.Size(part.whole) for name, part in self._up.parts.items() if is_adapter(name)}
-        check_fit(wholes, shapes(given))
+        check_fit(wholes, {name: weight.shape for name, weight in given.items()})
         self._reference = dict(given)
 
     @contextmanager

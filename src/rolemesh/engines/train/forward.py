@@ -7,7 +7,7 @@ the head on those.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -68,31 +68,24 @@ class TokenScorer:
 
     def _forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         if self._plain is None:
-            logits = self._logits(micro.inputs)
-            return self._score(logits.flatten(0, 1)[micro.positions], micro.targets, temperature)
+            logits = self._logits(micro.inputs).flatten(0, 1)[micro.positions]
+            return _logprobs_and_entropy(logits, micro.targets, temperature, entropy_gradient=self._entropy_gradient)
         body, head = self._plain
         hidden = last_hidden(body, micro.inputs).flatten(0, 1)[micro.positions]
         return self._through_head(head, hidden, micro.targets, temperature)
 
     def _through_head(self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return self._score(head(hidden), targets, temperature)
+            return _logprobs_and_entropy(head(hidden), targets, temperature, entropy_gradient=self._entropy_gradient)
 
         size = max(1, HEAD_CHUNK_ELEMENTS // self._vocabulary)
         if len(targets) <= size:
             return score(hidden, targets)
-        parts = [_recomputed(score, *part) for part in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)]
+        if torch.is_grad_enabled():
+            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+        parts = [score(*part) for part in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)]
         logprobs, entropy = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
-
-    def _score(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return _logprobs_and_entropy(logits, targets, temperature, entropy_gradient=self._entropy_gradient)
-
-
-def _recomputed(score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    if not torch.is_grad_enabled():
-        return score(hidden, targets)
-    return cast(tuple[Tensor, Tensor], checkpoint(score, hidden, targets, use_reentrant=False, preserve_rng_state=False))
 
 
 def _logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:

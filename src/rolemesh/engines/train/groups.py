@@ -43,14 +43,14 @@ class Groups:
         return self.rank % self.tensor_size == 0
 
 
-def all_reduce(group: ProcessGroup | None, tensor: torch.Tensor, op: Literal["sum", "min", "max"]) -> None:
+def all_reduce(group: ProcessGroup | None, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
     """Reduce `tensor` over all ranks of `group`, in place. Raises RuntimeError when a rank is lost or the group's timeout passes."""
     if group is None:
         return
     from torch.distributed import AllreduceOptions, ReduceOp
 
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp({"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}[op])
+    options.reduceOp = ReduceOp(ReduceOp.SUM if op == "sum" else ReduceOp.MAX)
     group.allreduce([tensor], options).wait()
 
 

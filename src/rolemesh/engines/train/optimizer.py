@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
 import torch
@@ -33,15 +33,7 @@ class OptimizerSettings:
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> Self:
         """Settings of reinforcement learning."""
-        return cls(
-            learning_rate=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            schedule=config.schedule,
-            schedule_steps=config.schedule_steps,
-            weight_decay=config.weight_decay,
-            betas=config.betas,
-            max_grad_norm=config.max_grad_norm,
-        )
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     @classmethod
     def of_critic(cls, algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Self:
@@ -51,14 +43,12 @@ class OptimizerSettings:
     @classmethod
     def of_sft(cls, sft: SftConfig, trainer: TrainerConfig) -> Self:
         """Settings of supervised fine-tuning: its own learning rate, warm-up and schedule; the rest as in `trainer`."""
-        return cls(
+        return replace(
+            cls.of_trainer(trainer),
             learning_rate=sft.learning_rate,
             warmup_steps=sft.warmup_steps,
             schedule=sft.schedule,
             schedule_steps=sft.steps if sft.schedule == "linear" else None,
-            weight_decay=trainer.weight_decay,
-            betas=trainer.betas,
-            max_grad_norm=trainer.max_grad_norm,
         )
 
     def learning_rate_at(self, step: int) -> float:

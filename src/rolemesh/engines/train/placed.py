@@ -149,14 +149,11 @@ class PlacedModel:
         `changed`, where it has that name, gives instead what is written, of the same shape and format, when it is written."""
         blocks = {}
         for key, (name, tensor) in tensors.items():
-            if tensor.ndim:
-                own = self.layout.own(name, self.parts[name].whole)
-                index = own.within(self.parts[name])
-                assert index is not None
-                contents = (changed or {}).get(key)
-                blocks[key] = Block.of(own, tensor[index]) if contents is None else Block(own, tensor.dtype, partial(_cut, contents, index))
-            else:
-                blocks[key] = Block.of(Part.all_of(()), tensor)
+            own = self.layout.own(name, self.parts[name].whole) if tensor.ndim else Part.all_of(())
+            index = own.within(self.parts[name]) if tensor.ndim else ()
+            assert index is not None
+            contents = (changed or {}).get(key, partial(Tensor.detach, tensor))
+            blocks[key] = Block(own, tensor.dtype, partial(_cut, contents, index))
         return TensorFile(blocks, leads=self.layout.groups.rank == 0)
 
     def close(self) -> None:

@@ -30,14 +30,15 @@ class ValueEngine(Replica):
         return cast(ValueModel, model).backbone
 
     def _try(self, placed: PlacedModel, *, packing: bool, autocast: torch.dtype) -> bool:
-        self._placed_model, self._root, self._autocast = cast(ValueModel, placed.model), placed.root, autocast
-        backbone = self._placed_model.backbone
+        self._root, self._autocast = placed.root, autocast
+        model = cast(ValueModel, placed.model)
         with torch.no_grad():
-            probe = probe_tokens(backbone, self._device)
-            return try_rows(backbone, lambda inputs: self._root(self._placed_model.hidden, inputs), probe, packing=packing)
+            probe = probe_tokens(model.backbone, self._device)
+            return try_rows(model.backbone, lambda inputs: placed.root(model.hidden, inputs), probe, packing=packing)
 
     def _let_go(self) -> None:
-        del self._placed_model, self._root
+        super()._let_go()
+        del self._root
 
     @torch.no_grad()
     def values(self, batch: Batch) -> list[npt.NDArray[np.float32]]:
@@ -61,17 +62,13 @@ class ValueEngine(Replica):
         self._accumulate(batch, partial(self._rows_loss, loss_fn), metrics)
         return self._whole_gradients()
 
-    @torch.no_grad()
     def load_backbone(self, given: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the body of a language model with these weights (`TrainEngine.named_weights`), for instance after its supervised
         warm start, each of which is needed only until the next one comes; the head stays. Raises ValueError, and changes nothing, when
         names or shapes do not fit."""
         prefix = cast(ValueModel, self.model).prefix
         body = ((f"backbone.{name.removeprefix(prefix)}", weight) for name, weight in given if name.startswith(prefix))
-        parts = self._up.cut(body, keep=lambda name: name.startswith("head."))
-        self.copying.wait()
-        for name, part in parts.items():
-            self._up.tensors[name].copy_(part)
+        self._take(body, keep=lambda name: name.startswith("head."))
 
     def _rows_loss(self, loss_fn: ValueLossFunction, rows: Batch, micro: MicroBatch, metrics: Metrics) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = ValueBatch(
@@ -85,5 +82,5 @@ class ValueEngine(Replica):
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast != torch.float32):
-            found: torch.Tensor = self._root(partial(self._placed_model.float32_values, micro.positions, **micro.inputs))
-        return found
+            values = cast(ValueModel, self._root.model).float32_values
+            return cast(Tensor, self._root(partial(values, micro.positions, **micro.inputs)))

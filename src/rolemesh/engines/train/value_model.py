@@ -19,7 +19,7 @@ from rolemesh.engines.train.forward import last_hidden
 from rolemesh.engines.train.layout import Sliceable
 from rolemesh.errors import ConfigError
 from rolemesh.models import load_config, load_model, open_weights
-from rolemesh.models.load import LOAD_ERRORS, attention
+from rolemesh.models.load import LOAD_ERRORS, read_model
 
 T = TypeVar("T")
 HEAD_SCALE: Final = 0.01
@@ -147,17 +147,8 @@ def _chosen(model: ModelConfig, path: str | None, load: Callable[[ModelConfig], 
 def read_classifier(model: ModelConfig) -> nn.Module:
     """A sequence classifier in `model.dtype`. Raises ValueError when the folder does not hold every weight, which would then be random, and
     what transformers raises (`LOAD_ERRORS`)."""
-    config = load_config(model)
-    loaded, info = AutoModelForSequenceClassification.from_pretrained(
-        model_files(model.path).folder,  # a GGUF file never says that it is a classifier
-        config=config,
-        dtype=getattr(torch, model.dtype),
-        attn_implementation=attention(config),
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
+    files, config, dtype = model_files(model.path), load_config(model), getattr(torch, model.dtype)
+    loaded, info = read_model(AutoModelForSequenceClassification, files, config, dtype, model.trust_remote_code)
     if info["missing_keys"]:
         raise ValueError(f"weights are missing in its files: {', '.join(sorted(info['missing_keys']))}")
     return cast(nn.Module, loaded.eval())

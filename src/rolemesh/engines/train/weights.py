@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rolemesh.engines.train.tensor_file import StoredTensor
-
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, as they are (no copies), tensors that are tied once under their first name."""
@@ -16,10 +14,6 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-def shapes(tensors: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def check_fit(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
