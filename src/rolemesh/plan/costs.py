@@ -135,7 +135,7 @@ def _lengths(config: Config) -> tuple[int, int, int]:
 
 def _attention(facts: ModelFacts, before: float, new: float) -> float:
     """FLOP of attention for `new` tokens behind `before`, in all layers."""
-    return 4.0 * facts.layers * facts.heads * facts.head_dim * (new * before + new * new / 2)
+    return 4.0 * facts.layers * facts.query * (new * before + new * new / 2)
 
 
 def _generate(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work:
@@ -148,7 +148,7 @@ def _generate(config: Config, role: str, facts: ModelFacts, workers: int) -> _Wo
     flops = 2.0 * facts.layer_parameters * (prompts * prompt + mine * response)
     flops += 2.0 * facts.vocab * facts.hidden * (prompts + mine * response)
     flops += prompts * _attention(facts, 0, prompt) + mine * _attention(facts, prompt, response)
-    token = 2.0 * facts.layers * facts.kv_heads * facts.head_dim * width
+    token = 2.0 * facts.layers * facts.key_value * width
     weights = (facts.parameters - (0 if facts.tied else facts.vocab * facts.hidden)) * width
     return _Work(
         flops=flops,

@@ -249,7 +249,6 @@ def _logits(tokens: int, facts: ModelFacts) -> int:
 
 def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
     width = _width(config)
-    query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     found = {"weights": facts.parameters * width}
     if config.trainer.publish == "adapter":
         found["adapter's base"] = 4 * facts.parameters
@@ -257,15 +256,15 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
         return found | vllm.memory(config, facts, longest=_longest(config, facts), width=width)
     on_host = not has_device(config.pools[config.roles[role].pool])
     if fast := facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
-        fused = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate)
-        others = facts.layers * facts.hidden * (query + facts.intermediate)
+        fused = facts.layers * facts.hidden * (facts.query + 2 * facts.key_value + 2 * facts.intermediate)
+        others = facts.layers * facts.hidden * (facts.query + facts.intermediate)
         found["fused copies"] = (fused + (others if on_host else 0) + facts.vocab * facts.hidden) * width
     if fast and on_host:
         width = 4
     slots, columns = cache_shape(config, facts)
-    prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width)
+    prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * facts.pass_width
     return found | {
-        "KV cache": (slots + 1) * columns * 2 * facts.layers * key_value * width,
+        "KV cache": (slots + 1) * columns * 2 * facts.layers * facts.key_value * width,
         "sampling": config.rollout.slots * facts.vocab * (20 + width),
         "passes": (prefill + 2 * slots * facts.heads * columns) * width,
     }
