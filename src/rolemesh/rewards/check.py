@@ -10,7 +10,7 @@ from rolemesh.config.schema import RewardConfig
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.registry import nearest, resolve
 from rolemesh.rewards.builtin import REWARDS
-from rolemesh.rewards.declare import declared_check, declared_needs, declared_sources
+from rolemesh.rewards.declare import declared
 
 MOST_LISTED: Final = 20
 """Names that a message lists."""
@@ -89,14 +89,14 @@ def _call_problems(number: int, config: RewardConfig, function: Any) -> Iterator
         )
         return
     try:
-        declared_check(function)(**config.options)
+        declared(function).check(**config.options)
     except ValueError as error:
         yield Problem(subject=f"reward.{number}.options", need=f"{config.name} must be able to use them", free=str(error))
 
 
 def _source_problems(number: int, config: RewardConfig, function: Any, sources: Sources) -> Iterator[Problem]:
     subject = f"reward.{number}.name"
-    known = declared_sources(function)
+    known = declared(function).sources
     unknown = {} if known is None else {source: counts["rows"] for source, counts in sources.items() if source not in known}
     if unknown:
         found = ", ".join(f"{source!r} ({rows} rows)" for source, rows in unknown.items())
@@ -106,7 +106,7 @@ def _source_problems(number: int, config: RewardConfig, function: Any, sources: 
             free=found,
             remedy="Correct the source column, name a function that knows them, or add them to @reward_function(sources=...)",
         )
-    for need in declared_needs(function):
+    for need in declared(function).needs:
         lacking = {
             source: counts["rows"] - counts.get(need, 0) for source, counts in sources.items() if counts.get(need, 0) < counts["rows"]
         }

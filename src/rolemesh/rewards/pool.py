@@ -57,10 +57,6 @@ class _Call:
         self.answers[number] = answer
         self.open -= 1
 
-    def give_back(self, numbers: Sequence[int]) -> None:
-        """These come next."""
-        self.pending.extendleft(reversed(numbers))
-
 
 class ScoringPool:
     """An `Executor` of `processes` scoring processes. Serves one call at a time; others wait their turn.
@@ -129,7 +125,7 @@ class ScoringPool:
                 self._crew.kill(child)
 
     def _check_memory(self) -> None:
-        imported = self._crew.imported_bytes / MIB
+        imported = self._crew.link.held / MIB
         problems = [
             Problem(
                 subject=f"reward.{part}.memory_mb",
@@ -181,7 +177,7 @@ class ScoringPool:
 
     def _send(self, child: Child, call: _Call, number: int, now: float) -> None:
         work = call.works[number]
-        child.part, child.several = work.part, self._crew.asynchronous[work.part]
+        child.part, child.several = work.part, self._crew.link.asynchronous[work.part]
         child.send(number, {"id": number, "part": work.part, "sample": dump_sample(work.sample)}, now)
 
     # -- taking in ------------------------------------------------------------------------------------------------------------
@@ -245,7 +241,7 @@ class ScoringPool:
             number, fault = verdict
             self._answer(child, number, Answer(fault=fault, seconds=time.monotonic() - child.held[number]), call)
             rest.remove(number)
-        call.give_back(rest)
+        call.pending.extendleft(reversed(rest))  # these come next
 
     # -- limits ---------------------------------------------------------------------------------------------------------------
 
