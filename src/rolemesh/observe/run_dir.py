@@ -31,11 +31,48 @@ ACTIVE: Final = ("created", "waiting", "starting", "running")
 """States of a run whose controller lives."""
 
 
+class _Below:
+    """A path below that of the run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, kind: type[RunDirectory]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths of a run's files. Every path is fixed here; whether a file exists yet depends on how far the run has come."""
 
     path: Path
+
+    config = _Below("config.yaml")
+    """The resolved config, YAML."""
+    plan = _Below("plan.json")
+    """The plan that was launched, JSON."""
+    metrics = _Below("metrics.jsonl")
+    """One JSON object a step."""
+    events = _Below("events.jsonl")
+    """State changes and failures, one JSON object each."""
+    journal = _Below("journal")
+    """Epochs, generations, commits and scores that cannot be repeated; fsynced."""
+    cluster = _Below("cluster.json")
+    """Where the run's cluster is, JSON: what joins it from another process."""
+    trace = _Below("trace.json")
+    """Timeline for Perfetto or chrome://tracing."""
+    samples = _Below("samples")
+    """Folder of Parquet files with samples."""
+    checkpoints = _Below("checkpoints")
+    """Folder of `step-N/` folders."""
+    logs = _Below("logs")
+    """Folder with the output of every worker."""
+    summary = _Below("summary.json")
+    """How the run ended, JSON."""
+    status = _Below("status.json")
+    """What the run does now, JSON."""
+    serving_token = _Below("serving-token")
+    """The token that requests from outside need; for its owner's eyes alone."""
 
     @classmethod
     def create(cls, runs_dir: Path, name: str) -> Self:
@@ -73,71 +110,6 @@ class RunDirectory:
     def name(self) -> str:
         """`<name>-<id>`, unique among the runs of a folder."""
         return self.path.resolve().name
-
-    @property
-    def config(self) -> Path:
-        """The resolved config, YAML."""
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that was launched, JSON."""
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """State changes and failures, one JSON object each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        """Epochs, generations, commits and scores that cannot be repeated; fsynced."""
-        return self.path / "journal"
-
-    @property
-    def cluster(self) -> Path:
-        """Where the run's cluster is, JSON: what joins it from another process."""
-        return self.path / "cluster.json"
-
-    @property
-    def trace(self) -> Path:
-        """Timeline for Perfetto or chrome://tracing."""
-        return self.path / "trace.json"
-
-    @property
-    def samples(self) -> Path:
-        """Folder of Parquet files with samples."""
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of `step-N/` folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder with the output of every worker."""
-        return self.path / "logs"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended, JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def status(self) -> Path:
-        """What the run does now, JSON."""
-        return self.path / "status.json"
-
-    @property
-    def serving_token(self) -> Path:
-        """The token that requests from outside need; for its owner's eyes alone."""
-        return self.path / "serving-token"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint of a step."""
