@@ -45,8 +45,8 @@ def memory(config: Config, facts: ModelFacts, *, longest: int, width: int) -> di
 
 def unfit(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
     """What keeps a model from running on CPUs, which vLLM finds out at the first request only."""
-    role = config.roles.get(ROLLOUT)
-    if role is None or facts is None or not used_by(config, ROLLOUT) or has_device(config.pools[role.pool]):
+    pool = config.pools.get(config.roles[ROLLOUT].pool) if ROLLOUT in config.roles else None
+    if pool is None or facts is None or not used_by(config, ROLLOUT) or has_device(pool):
         return
     if facts.head_dim not in CPU_HEADS:
         yield Problem(
