@@ -24,7 +24,7 @@ from rolemesh.config.schema import Config
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.plan.devices import UNKNOWN_DEVICE, Device, device_type
 from rolemesh.plan.ledger import has_device
-from rolemesh.plan.memory import micro_batch_tokens
+from rolemesh.plan.memory import micro_batch_tokens, width_of
 from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.schema import NodeInfo, Stage, WorkerPlan
 
@@ -140,7 +140,7 @@ def _attention(facts: ModelFacts, before: float, new: float) -> float:
 
 def _generate(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work:
     samples, prompt, response = _lengths(config)
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = width_of(config.model.dtype)
     mine, prompts = samples / workers, math.ceil(config.trainer.prompts_per_step / workers)
     rows = min(config.rollout.slots, math.ceil(mine))
     steps = response * max(1.0, mine / config.rollout.slots)
