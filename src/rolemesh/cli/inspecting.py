@@ -53,7 +53,7 @@ def plan(
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="Plan for what is free now on the cluster of `cluster.address`.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """What would run where: roles, pools, nodes, CPUs, memory, sizes, and every problem, without starting anything."""
     config = load_config(*recipe_and_overrides(arguments))
     versions = check_versions(config.rollout.engine)
@@ -79,8 +79,7 @@ def plan(
         typer.echo("\n".join(plan_json_text(found)))
     else:
         render_plan(found, Console(soft_wrap=False))
-    if found.problems:
-        raise typer.Exit(ResourceError.exit_code)
+    return ResourceError.exit_code if found.problems else 0
 
 
 def status(run: RunArgument = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:

@@ -18,6 +18,12 @@ from rolemesh.errors import ConfigError, ResourceError, RolemeshError
 
 INTERRUPTED = 130
 
+
+def _end(code: int | None, **_: object) -> None:
+    """A command may return its exit code."""
+    raise typer.Exit(code or 0)
+
+
 app = typer.Typer(
     name="rolemesh",
     help="Train language models with reinforcement learning: roles on pools, one legible controller, hard to kill.",
@@ -25,6 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    result_callback=_end,
 )
 for _name, _command in (
     ("train", running.train),

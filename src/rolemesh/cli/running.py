@@ -189,7 +189,6 @@ def generate(
 
 
 def _lines() -> list[str]:
-    """Standard input, a prompt a line."""
     try:
         return sys.stdin.read().splitlines()
     except UnicodeDecodeError as error:

@@ -19,9 +19,9 @@ from typing import Any, Final, Self
 
 import psutil
 
-from rolemesh import registry
 from rolemesh.errors import ConfigError
 from rolemesh.observe.files import read_json_lines, write_json, write_text
+from rolemesh.registry import did_you_mean
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ID: Final = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
@@ -89,7 +89,8 @@ class RunDirectory:
             except FileExistsError:
                 continue
             except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
-                raise _not_writable(runs_dir, f"{type(error).__name__}: {error}") from error
+                need, found = f"it must be possible to make a folder in {str(runs_dir)!r}", f"{type(error).__name__}: {error}"
+                raise ConfigError.one("runs_dir", need, found, "Set runs_dir to another folder") from error
             break
         run = cls(path)
         for folder in (run.samples, run.checkpoints, run.logs):
@@ -140,7 +141,12 @@ class RunDirectory:
         """True with the lock of the directory, False when another process has it, None where there are no locks."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            yield _lock(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine: bool | None = True
+            except OSError as error:
+                mine = False if isinstance(error, BlockingIOError) else None
+            yield mine
         finally:
             os.close(descriptor)
 
@@ -179,25 +185,9 @@ class RunDirectory:
         return len(rows) - len(kept)
 
 
-def _lock(descriptor: int) -> bool | None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
 def _damaged(file: Path, found: str) -> ConfigError:
     remedy = "It was changed from outside; repair it or move it away"
     return ConfigError.one("run", f"{file} must be as the run wrote it", found, remedy)
-
-
-def _not_writable(runs_dir: Path, found: str) -> ConfigError:
-    return ConfigError.one(
-        "runs_dir", f"it must be possible to make a folder in {str(runs_dir)!r}", found, "Set runs_dir to another folder"
-    )
 
 
 def is_run(path: Path) -> bool:
@@ -257,10 +247,9 @@ def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
             f"Give {owner.path}, whose newest checkpoint is taken",
         )
     names = ", ".join(found.name for found in reversed(runs[-5:]))
-    hint = registry.nearest(run, [found.name for found in runs])
     raise ConfigError.one(
         "run",
         f"no run in {runs_dir} is called {run!r}",
         f"{len(runs)} runs, the newest {names}" if runs else "no runs",
-        f"Did you mean {hint!r}?" if hint else "",
+        did_you_mean(run, [found.name for found in runs]).rstrip(),
     )

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from rolemesh.config.schema import RewardConfig
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.registry import nearest, resolve
+from rolemesh.registry import did_you_mean, nearest, resolve
 from rolemesh.rewards.builtin import REWARDS
 from rolemesh.rewards.declare import declared
 
@@ -55,12 +55,11 @@ def _binding_problems(configs: Sequence[RewardConfig], sources: Sources) -> Iter
     for number, config in enumerate(configs):
         for name in config.sources or ():
             if name not in sources:
-                hint = nearest(name, sources)
                 yield Problem(
                     subject=f"reward.{number}.sources",
                     need=f"must name data sources: {', '.join(sorted(sources)[:MOST_LISTED])}",
                     free=repr(name),
-                    remedy=f"Did you mean {hint!r}?" if hint else "Correct it, or give the source this name (data.train.<n>.name)",
+                    remedy=did_you_mean(name, sources).rstrip() or "Correct it, or give the source this name (data.train.<n>.name)",
                 )
     unscored = [source for source in sources if not any(scores_source(config, source) for config in configs)]
     if unscored and configs:

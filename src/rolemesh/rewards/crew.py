@@ -139,7 +139,6 @@ class Crew:
         return answers
 
     def _forget(self, child: Child) -> None:
-        """Listen to its stream no more."""
         with suppress(KeyError):
             self._selector.unregister(child.stream)
 

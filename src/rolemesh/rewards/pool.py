@@ -196,7 +196,6 @@ class ScoringPool:
                 self._take(child, news, call)
 
     def _patience(self, now: float) -> float:
-        """Seconds until something comes due."""
         due = [PATIENCE_SECONDS]
         for child in self._crew.children:
             if child.held and not child.killed:
@@ -206,7 +205,6 @@ class ScoringPool:
         return max(0.0, min(due))
 
     def _take(self, child: Child, message: Mapping[str, Any], call: _Call) -> None:
-        """An answer has arrived."""
         number = message["id"]
         if not child.done(number, time.monotonic()):
             return  # of a call that ended early
@@ -246,7 +244,6 @@ class ScoringPool:
     # -- limits ---------------------------------------------------------------------------------------------------------------
 
     def _limit(self, child: Child) -> float:
-        """Seconds that the pool waits for the sample under way."""
         return self._deadlines[child.part] + (GRACE_SECONDS if child.several else 0.0)
 
     def _enforce(self, now: float) -> None:
