@@ -8,6 +8,7 @@ shared memory   it is another process of the node, and its engine keeps what the
   full checksum the same as the first, with `trainer.verify_weights=full`
   bfloat16      the same as the first, with an engine in bfloat16: float32 is cast on the way, and half of the bytes written
 object store    buckets travel as objects, as between nodes; on one node this is the object store's shared memory
+disk            buckets go through files in the folder for temporary ones (TMPDIR), synced as for other nodes: mostly the speed of its disk
 copy            `numpy.copyto` of as many bytes in one process, from memory to memory that is there already, in one call
 copy by weight  the same in one call a matrix, as weights lie in a model
 
@@ -27,6 +28,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,8 +103,8 @@ class OneWay(Publisher):
         return [self.route]
 
 
-def config(count: int, dtype: str = "float32") -> Config:
-    return Config.model_validate({"trainer": {"steps": count}, "model": {"dtype": dtype}})
+def config(count: int, dtype: str = "float32", folder: str | None = None) -> Config:
+    return Config.model_validate({"trainer": {"steps": count, "publish_folder": folder}, "model": {"dtype": dtype}})
 
 
 async def new_group(pool: Pool, role: str, worker: type[Worker], settings: Config) -> WorkerGroup:
@@ -112,8 +114,9 @@ async def new_group(pool: Pool, role: str, worker: type[Worker], settings: Confi
     return group
 
 
-async def measure(backend: Backend, count: int, rounds: int) -> dict[str, list[float]]:
-    full, half = config(count), config(count, "bfloat16")
+async def measure(backend: Backend, count: int, rounds: int, folder: str) -> dict[str, list[float]]:
+    full, half = config(count, folder=folder), config(count, "bfloat16", folder)
+    Path(folder, "rolemesh-benchmark").mkdir(exist_ok=True)
     pools = [await Pool.of_slots(backend, name, [1]) for name in ("train", "serve", "serve-half")]
     for pool in pools:
         await pool.create(60)
@@ -122,7 +125,8 @@ async def measure(backend: Backend, count: int, rounds: int) -> dict[str, list[f
     version = 0
 
     def case(pool: int, route: Route, *, copies: bool = False, checks: bool = False) -> Any:
-        session = SimpleNamespace(groups={ACTOR: actor, ROLLOUT: sinks[pool]}, backend=backend, config=half if pool == 2 else full)
+        groups = {ACTOR: actor, ROLLOUT: sinks[pool]}
+        session = SimpleNamespace(groups=groups, backend=backend, config=half if pool == 2 else full, run_id="benchmark")
         publisher = OneWay(session)  # type: ignore[arg-type]
         publisher.route = route
 
@@ -153,6 +157,7 @@ async def measure(backend: Backend, count: int, rounds: int) -> dict[str, list[f
         "shared memory, full checksum": case(1, "shared_memory", checks=True),
         "shared memory, bfloat16": case(2, "shared_memory"),
         "object store": case(1, "object_store"),
+        "disk": case(1, "disk"),
         "copy by weight": copy_by_weight,
         "copy": copy,
     }
@@ -170,16 +175,18 @@ def main() -> None:
     backend = create_backend("ray", num_cpus=3, object_store_bytes=1_000_000_000, pythonpath=path)
     backend.start()  # type: ignore[attr-defined]
     ratios, figures = {}, {}
+    folder = TemporaryDirectory(prefix="rolemesh-benchmark-")
     try:
         for size, megabytes in sizes.items():
             count = megabytes * 10**6 // MATRIX_BYTES
-            times = backend.run(measure(backend, count, 3 if options.quick else 9))
+            times = backend.run(measure(backend, count, 3 if options.quick else 9, folder.name))
             for name, taken in times.items():
                 figures[f"{size}: {name} GB/s"] = round(count * MATRIX_BYTES / statistics.median(taken) / 1e9, 2)
                 if name != "copy":
                     ratios[f"{size}: {name}"] = median_ratio(times["copy"], taken)
     finally:
         backend.stop()
+        folder.cleanup()
     finish("publication", ratios, ["rolemesh", "torch", "ray"], figures=figures)
 
 

@@ -51,11 +51,11 @@ NAMED_ONLY = {"transformers", "torch"}
 HEAVY = {"torch", "transformers", "ray", "vllm", "sglang", "reasoning_gym", "math_verify", "sympy", "pandas", "scipy", "accelerate"}
 LOADS_HEAVY = (
     *("engines/train/", "weights/", "runtime/ray/", "data/generated.py", "training/export.py"),
-    *(f"models/{module}.py" for module in ("copying", "load", "lora", "reward_reader", "save", "tokenizer", "verify")),
+    *(f"models/{module}.py" for module in ("copying", "formats", "load", "lora", "reward_reader", "save", "tokenizer", "verify")),
     *(f"engines/rollout/{module}.py" for module in ("builtin", "fake", "fast", "generic", "matrices", "parameters", "rows", "runner")),
     "engines/rollout/sampling.py",
     *(f"roles/{module}.py" for module in ("actor", "critic", "episodes", "ref", "reward_model", "rollout", "saving", "taker", "trained")),
-    "engines/rollout/vllm.py",
+    *(f"engines/rollout/{module}.py" for module in ("borrowed", "sglang", "sglang_server", "vllm")),
 )
 """Modules that load what takes seconds as they are imported. All others do so when they use it, if at all: see `rolemesh.lazy`."""
 

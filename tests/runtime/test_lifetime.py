@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import rolemesh
 from rolemesh.cli.cleaning import clean
 from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.runtime.janitor import JanitorLink, is_watched
-from rolemesh.runtime.janitor_process import Janitor, find, folder_of, key_of, kill, socket_of
+from rolemesh.runtime.janitor_process import Janitor, find, folder_of, key_of, kill, read_record, removed, socket_of
 
 HERE = Path(__file__).parent
 PROGRAM = str(HERE / "lifetime_program.py")
@@ -221,6 +222,8 @@ import os, subprocess, sys
 from rolemesh.runtime.janitor import JanitorLink
 run, ttl = sys.argv[1], float(sys.argv[2])
 link = JanitorLink(run, "drive", own=True, address="", ttl=ttl)
+for folder in sys.argv[3:]:
+    link.entrust(folder)
 child = subprocess.Popen(["bash", "-c", "env -i setsid sleep 1000 & echo $!; wait"], env=os.environ | {"ROLEMESH_RUN": run},
                          start_new_session=True, stdout=subprocess.PIPE)
 print(child.pid, int(child.stdout.readline()), flush=True)
@@ -232,8 +235,8 @@ link.bye()
 class Driver:
     """Drives a run that consists of one process and its child."""
 
-    def __init__(self, run: str, time_to_live: float = 0) -> None:
-        command = [sys.executable, "-c", DRIVER, run, str(time_to_live)]
+    def __init__(self, run: str, time_to_live: float = 0, folders: Sequence[Path] = ()) -> None:
+        command = [sys.executable, "-c", DRIVER, run, str(time_to_live), *map(str, folders)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
         assert self.process.stdout is not None
         self.owned = [int(pid) for pid in self.process.stdout.readline().split()]
@@ -368,6 +371,67 @@ def test_files_in_shared_memory_go_with_their_run_alone(name: str, drive: Drive)
     driver.process.communicate("x", timeout=30)
     assert (mine.exists(), other.exists()) == (False, True)
     other.unlink()
+
+
+@pytest.mark.parametrize("end", ["good-bye", "kill", "kill, and the janitor"])
+def test_folders_that_a_run_has_elsewhere_go_with_it(
+    name: str, capsys: pytest.CaptureFixture[str], drive: Drive, tmp_path: Path, end: str
+) -> None:
+    mine, later, other = (tmp_path / word for word in ("mine", "later", "other"))
+    driver = drive(name, folders=[mine, later])
+    for folder in (mine, other):
+        (folder / "version-1").mkdir(parents=True)
+        (folder / "version-1" / "weights").write_bytes(bytes(1000))
+    assert read_record(folder_of(name))["folders"] == sorted(map(str, (mine, later)))
+    if end == "good-bye":
+        driver.process.communicate("x", timeout=30)
+    elif end == "kill":
+        driver.kill()
+        wait_for_none(lambda: janitors(name), at_most=10)
+    else:
+        os.kill(*janitors(name), signal.SIGKILL)
+        driver.kill()
+        assert cleaned(capsys, name, dry_run=True)[name]["folder_bytes"] >= 1000
+        assert mine.exists()
+        assert cleaned(capsys, name)[name]["freed"]
+    assert (mine.exists(), other.exists()) == (False, True)
+    assert not os.path.exists(folder_of(name))
+
+
+def test_folders_elsewhere_wait_for_the_next_driver_of_a_detached_run(name: str, drive: Drive, tmp_path: Path) -> None:
+    folders = [tmp_path / word for word in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    drive(name, time_to_live=30, folders=folders[:1]).kill()
+    second = drive(name, time_to_live=1.0, folders=folders[1:])
+    assert [folder.exists() for folder in folders] == [True, True]
+    second.kill()
+    wait_for_none(lambda: janitors(name), at_most=15)
+    assert [folder.exists() for folder in folders] == [False, False]
+
+
+def test_a_folder_elsewhere_goes_though_another_machine_writes_into_it_for_a_moment(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    (folder / "version-1").mkdir(parents=True)
+    for number in range(2000):  # takes longer to remove than a file to be written
+        (folder / "version-1" / f"old-{number}").touch()
+    begun, ended = threading.Event(), threading.Event()
+
+    def write() -> None:
+        number = 0
+        with suppress(FileNotFoundError):
+            while True:
+                (folder / "version-1" / f"{number}").write_bytes(b"x")
+                number += 1
+                begun.set()
+        ended.set()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert begun.wait(10)
+    assert removed(str(folder))
+    assert ended.wait(10)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_clean_frees_what_is_left_without_a_janitor_and_refuses_what_is_driven(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRe
 from rolemesh.models import encode_prompt, load_tokenizer
 from rolemesh.protocols.engine import Sampling, WeightSpan
 from rolemesh.protocols.requests import Answer, Growing
-from rolemesh.serving import Served, Server, server
+from rolemesh.serving import Served, Server, connections, server
 from rolemesh.serving.requests import ChatBody, CompletionBody
 from rolemesh.serving.text import Reading
 
@@ -112,6 +114,14 @@ async def serving(policy: Any, **serve: Any) -> AsyncIterator[Client]:
         yield Client(address, session)
 
 
+def port_of(client: Client) -> int:
+    return int(client.address.rpartition(":")[2].partition("/")[0])
+
+
+async def connect(client: Client) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port_of(client))
+
+
 async def test_a_completion_has_the_documented_shape_and_the_weights_of_its_tokens() -> None:
     policy = Scripted()
     async with serving(policy) as client:
@@ -174,6 +184,24 @@ async def test_a_chat_completion_has_the_documented_shape() -> None:
     assert told["prompt_token_ids"] == prompts[0]
     assert [asked[0] for asked in policy.asked] == prompts
     assert [asked[1].max_new_tokens for asked in policy.asked] == [20, 24]
+
+
+async def test_messages_as_evaluation_harnesses_write_them_are_taken() -> None:
+    policy = Scripted()
+    async with serving(policy) as client:  # lm-eval's local-chat-completions puts a type beside the role
+        told = await client.chat(messages=[{"role": "user", "content": "1 + 2", "type": "text"}], temperature=0, stop=["\n"], seed=1234)
+    assert told["choices"][0]["message"]["content"] == "1 + 2 = 3"
+    assert [asked[0] for asked in policy.asked] == [encode_prompt(TOKENIZER, "1 + 2", chat=True)]
+
+
+async def test_a_piece_of_a_character_has_no_bytes_of_its_own() -> None:
+    policy = Scripted("é")
+    assert len(policy.tokens) == 3  # two of one byte, and the end
+    async with serving(policy) as client:
+        told = await client.chat(logprobs=True)
+    (choice,) = told["choices"]
+    assert choice["message"]["content"] == "é"
+    assert [one["bytes"] for one in choice["logprobs"]["content"]][:2] == [None, None]
 
 
 async def test_streams_add_up_to_what_is_answered_at_once() -> None:
@@ -245,6 +273,22 @@ def test_text_that_may_still_change_is_held_back() -> None:
         assert (reading.text, reading.stopped, reading.tokens) == ("aébéEND\ufffd", False, 10)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_work_for_a_stop_text_grows_with_the_answer_and_not_with_its_square(at_once: bool) -> None:
+    tokens, decoded = b"ab" * 1000 + b"END", 0
+
+    def counting(piece: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(piece)
+        return read_bytes(piece)
+
+    reading = Reading(counting, ["END"], live=True)
+    for count in [len(tokens)] if at_once else range(1, len(tokens) + 1):
+        reading.read(tokens[:count], finished=count == len(tokens))
+    assert (reading.text, reading.stopped, reading.tokens) == ("ab" * 1000, True, len(tokens))
+    assert decoded <= 10 * len(tokens)
+
+
 @given(st.text(alphabet="abé🙂 ", max_size=30), st.lists(st.text(alphabet="abé🙂 ", min_size=1, max_size=4), max_size=3), st.data())
 def test_however_text_comes_it_ends_at_the_first_stop_and_never_shrinks(text: str, stops: list[str], data: st.DataObject) -> None:
     tokens = text.encode()
@@ -313,11 +357,14 @@ LONG = [[0] * 41]
         ("/completions", {"prompt": "1", "best_of": 3}, 400, "best_of", "must be n"),
         ("/completions", {"prompt": "1", "seed": 2**64}, 400, "seed", "less than"),
         ("/completions", {"prompt": "1", "stop": ["a"] * 17}, 400, "stop", "16"),
+        ("/completions", {"prompt": "1", "stop": "a" * 1025}, 400, "stop", "at most 1024 characters"),
+        ("/completions", {"prompt": "1", "stop": ["a", ""]}, 400, "stop", "at least 1 character"),
         ("/completions", {"prompt": "1", "frequency_penalty": 0.5}, 400, "frequency_penalty", "less than or equal to 0"),
         ("/completions", {"prompt": "1", "tempreature": 1}, 400, "tempreature", "no parameter 'tempreature'"),
         ("/completions", {"prompt": "1", "model": "gpt-4"}, 404, "model", "only 'demo'"),
         ("/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
         ("/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "0"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "1", "type": "image"}]}, 400, "messages", "'text'"),
         ("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "0"),
         ("/chat/completions", {"messages": [{"role": "user", "content": "1"}], "tools": []}, 400, "tools", "no parameter"),
         ("/chat/completions", {"messages": [{"role": "user", "content": "1" * 500_000}]}, 400, "messages", "1 to 40 tokens"),
@@ -387,6 +434,48 @@ async def test_what_goes_wrong_behind_it_has_its_status() -> None:
         assert last["error"]["code"] == "unavailable"  # the status was sent long ago
 
 
+async def test_a_body_that_cannot_be_read_is_refused_and_what_is_no_http_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Scripted()
+    async with serving(policy) as client:
+        for encoding in ("gzip", "deflate"):
+            status, told, _ = await client.post("/completions", b'{"prompt": "1"}', **{"Content-Encoding": encoding})
+            assert (status, told["error"]["code"]) == (400, "invalid_body")
+            assert encoding in told["error"]["message"]
+        for sent in (
+            b"hello\r\n\r\n",
+            b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nX: " + b"1" * 10_000 + b"\r\n\r\n",
+        ):
+            reader, writer = await connect(client)
+            writer.write(sent)
+            async with asyncio.timeout(5):
+                assert (await reader.read()).startswith(b"HTTP/1.0 400")
+            writer.close()
+    assert caplog.records == []
+    assert policy.asked == []
+
+
+async def test_connections_are_bounded_whoever_opens_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "most_connections", lambda answers: 3)
+    async with serving(Scripted()) as client:
+        idle = [await connect(client) for _ in range(3)]
+        async with asyncio.timeout(5):
+            reader, writer = await connect(client)
+            assert (await reader.read()).startswith(b"HTTP/1.1 503")  # and it is closed
+            idle[0][1].close()
+            await asyncio.sleep(0.2)
+            assert (await client.complete(prompt="1"))["choices"]
+        for _, open_ in (*idle, (reader, writer)):
+            open_.close()
+        await asyncio.sleep(0.1)
+
+
+def test_connections_leave_half_of_the_files_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, answers, most in ((1024, 256, 448), (20_000, 256, 1024), (20_000, 2000, 4000), (-1, 256, 1024), (100, 256, 1)):
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda _, files=files: (files, files))
+        assert connections.most_connections(answers) == most
+
+
 async def test_large_bodies_and_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
@@ -395,7 +484,7 @@ async def test_large_bodies_and_slow_clients_are_cut_off(monkeypatch: pytest.Mon
     async with serving(policy) as client:
         status, told, _ = await client.post("/completions", b'{"prompt": "' + b"1" * server.BODY_BYTES + b'"}')
         assert (status, told["error"]["message"]) == (413, "the body is too large")
-        port = int(client.address.rpartition(":")[2].partition("/")[0])
+        port = port_of(client)
         for sent, answer in ((b"POST /v1/comp", b""), (b"", b""), (HEAD.format(20).encode() + b"{", b"HTTP/1.1 408")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
@@ -420,6 +509,7 @@ async def test_a_client_that_goes_away_or_does_not_read_ends_its_requests(monkey
         class Endless(Scripted):
             async def answer(self, prompt_ids: Sequence[int], sampling: Sampling, *, count: int = 1, deadline: float) -> Growing:
                 self.open += 1
+                self.most = 1
                 try:
                     answer = Answer()
                     while True:
@@ -432,19 +522,45 @@ async def test_a_client_that_goes_away_or_does_not_read_ends_its_requests(monkey
 
         endless = Endless()
     async with serving(endless, deadline=0.5) as client:
-        port = int(client.address.rpartition(":")[2].partition("/")[0])
+        port = port_of(client)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
         body = json.dumps({"prompt": "1", "stream": True, "logprobs": 0, "return_token_ids": True}).encode()
         writer.write(
             f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         )
         writer.write(body)
-        await asyncio.sleep(0.3)
-        assert endless.open == 1
-        await asyncio.sleep(1.5)
-        assert endless.open == 0
+        async with asyncio.timeout(20):  # nothing but the deadline ends it
+            while not endless.most or endless.open:
+                await asyncio.sleep(0.05)
         writer.close()
     del reader
+
+
+@pytest.mark.slow
+async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[web.Server] = []
+    tokens = 1_500_000  # 6 MB, more than the kernel keeps for a connection
+
+    class Long(Scripted):
+        async def answer(self, prompt_ids: Sequence[int], sampling: Sampling, *, count: int = 1, deadline: float) -> Growing:
+            self.closed += 1
+            yield [Answer([END] * tokens, [0.0] * tokens, (WeightSpan(1, 0, tokens),), "length")]
+
+    def listen(inner: web.Server, host: str, port: int, most: int) -> Any:
+        made.append(inner)
+        return connections.listen(inner, host, port, most)
+
+    monkeypatch.setattr(server, "listen", listen)
+    policy, loop = Long(), asyncio.get_running_loop()
+    async with serving(policy, deadline=0.5) as client, asyncio.timeout(20):
+        with socket.socket() as bare:
+            bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+            bare.setblocking(False)
+            await loop.sock_connect(bare, ("127.0.0.1", port_of(client)))
+            body = json.dumps({"prompt": "1", "return_token_ids": True}).encode()
+            await loop.sock_sendall(bare, HEAD.format(len(body)).encode() + body)
+            while not policy.closed or made[0].connections:  # what is not read is never sent: only the server can end this
+                await asyncio.sleep(0.05)
 
 
 async def test_two_hundred_requests_at_a_time() -> None:
@@ -494,7 +610,7 @@ async def test_an_answer_that_began_anew_elsewhere_is_whole_or_said_to_be_broken
 
 async def test_an_address_that_cannot_be_had_is_a_config_error() -> None:
     async with serving(Scripted()) as client:
-        port = int(client.address.rpartition(":")[2].partition("/")[0])
+        port = port_of(client)
         with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}"):
             async with serving(Scripted(), port=port):
                 pass

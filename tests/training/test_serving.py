@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,13 @@ import aiohttp
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from training_helpers import ONE_PROCESS, Quiet, only_run, rows, small
+from training_helpers import ONE_PROCESS, SMALL, Quiet, only_run, rows, small
 
+from rolemesh.config import load_config
+from rolemesh.config.schema import Config
+from rolemesh.engines.rollout.builtin import BuiltinEngine
 from rolemesh.observe import RunDirectory
+from rolemesh.protocols.engine import Completion
 from rolemesh.roles.rollout_manager import RolloutManager
 from rolemesh.training import loop, phases
 from rolemesh.training.launch import run_training
@@ -47,12 +51,14 @@ class Client:
             return answer.status, await answer.json()
 
 
-def go(tmp_path: Path, my_loop: Callable[[TrainingRun, Client], Awaitable[None]], *overrides: str) -> RunDirectory:
+def go(
+    tmp_path: Path, my_loop: Callable[[TrainingRun, Client], Awaitable[None]], *overrides: str, recipe: Callable[..., Config] = small
+) -> RunDirectory:
     async def with_client(run: TrainingRun) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             await my_loop(run, Client(run, session))
 
-    run_training(small(tmp_path, *overrides), Quiet(), loop=with_client)
+    run_training(recipe(tmp_path, *overrides), Quiet(), loop=with_client)
     return only_run(tmp_path)
 
 
@@ -96,11 +102,22 @@ def outcome(directory: RunDirectory) -> tuple[list[pa.Table], bytes]:
     return samples, weights.read_bytes()
 
 
-def check_equal_to_quiet(tmp_path: Path, *layout: str) -> RunDirectory:
+def several_turns(tmp_path: Path, *overrides: str) -> Config:
+    """An environment that answers twice, and a model that has learned to end its turns."""
+    of_small = {"trainer", "algorithm", "rollout", "name"}
+    kept = [override for override in SMALL if override.partition("=")[0].partition(".")[0] in of_small]
+    own = ["environment={tools: [], name: 'test_environment_runs:Echo', max_turns: 4}", "reward=[{name: environment}]", "data.eval_size=8"]
+    sft = ["sft.steps=12", "sft.warmup_steps=2", "sft.batch_size=32"]
+    return load_config("tools", [*kept, *own, *sft, f"runs_dir={tmp_path / 'runs'}", *overrides])
+
+
+def check_equal_to_quiet(
+    tmp_path: Path, *layout: str, recipe: Callable[..., Config] = small, learns: Sequence[str] = LEARNS
+) -> RunDirectory:
     """A run in that layout, with requests, and one in one process, without any, are the same."""
-    overrides = (*LEARNS, "deterministic=true", "trainer.eval_every=1", "trainer.save_samples_every=1")
-    busy = go(tmp_path / "busy", trained_beside_traffic, *overrides, *layout, "rollout.serve={}")
-    run_training(small(tmp_path / "quiet", *overrides, *ONE_PROCESS), Quiet())
+    overrides = (*learns, "deterministic=true", "trainer.eval_every=1", "trainer.save_samples_every=1")
+    busy = go(tmp_path / "busy", trained_beside_traffic, *overrides, *layout, "rollout.serve={}", recipe=recipe)
+    run_training(recipe(tmp_path / "quiet", *overrides, *ONE_PROCESS), Quiet())
     found, expected = outcome(busy), outcome(only_run(tmp_path / "quiet"))
     assert len(found[0]) == 2
     assert found == expected
@@ -117,6 +134,15 @@ def test_a_deterministic_run_is_bit_equal_whatever_is_asked_from_outside(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_so_is_one_whose_answers_have_several_turns(tmp_path: Path) -> None:
+    directory = check_equal_to_quiet(tmp_path, *ONE_PROCESS, recipe=several_turns, learns=())
+    played = pq.read_table(directory.samples / "step-000002.parquet").column("turns").to_pylist()
+    assert max(len(json.loads(turns)) for turns in played) == 5  # three of the model, and what it was told between them
+    assert len({row["reward/mean"] for row in rows(directory) if "reward/mean" in row}) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", [("pools.main.nodes=[1]",), SPLIT], ids=["together", "split"])
@@ -124,38 +150,52 @@ def test_so_is_one_on_ray(tmp_path: Path, layout: tuple[str, ...]) -> None:
     check_equal_to_quiet(tmp_path, *layout)
 
 
+@pytest.fixture
+def halting(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The engine stops after so many steps until it has other weights, so that these come in the midst of what it has begun."""
+    step, steps, taken = BuiltinEngine.step, 8, 0
+
+    def some_steps(self: BuiltinEngine) -> list[Completion]:
+        nonlocal taken
+        taken += self.weight_version == 0
+        if self.weight_version == 0 and taken > steps:
+            time.sleep(0.001)
+            return []
+        return step(self)
+
+    monkeypatch.setattr(BuiltinEngine, "step", some_steps)
+    return steps
+
+
 @pytest.mark.parametrize("policy", ["resume", "wait", "abort"])
-def test_requests_under_way_when_weights_change_do_as_declared(tmp_path: Path, policy: str) -> None:
-    spans: list[list[list[int]]] = []
-    endings: list[str] = []
+def test_requests_under_way_when_weights_change_do_as_declared(tmp_path: Path, policy: str, halting: int) -> None:
+    choices: list[dict[str, Any]] = []
 
     async def my_loop(run: TrainingRun, client: Client) -> None:
         manager = run.session.groups["rollout"]
         assert isinstance(manager, RolloutManager)
         await phases.publish(run)
-        asking = asyncio.ensure_future(client.complete(n=64, max_tokens=200, seed=4, return_token_ids=True))
-        while not manager.requests.counts["serve/tokens/0"]:
+        asking = asyncio.ensure_future(client.complete(n=9, max_tokens=30, seed=4, return_token_ids=True))
+        while manager.requests.counts["serve/tokens/0"] < 4 * halting:
             await asyncio.sleep(0.01)
         run.progress.weight_version = 1
         await phases.publish(run)
         status, told = await asking
         assert status == 200
-        for choice in told["choices"]:
-            spans.append(choice["weight_spans"])
-            endings.append(choice["finish_reason"])
-            assert choice["weight_version"] == choice["weight_spans"][0][0]
-            stops = [span[2] for span in choice["weight_spans"]]
-            assert [span[1] for span in choice["weight_spans"]] == [0, *stops[:-1]]
-            assert stops[-1] == len(choice["token_ids"])
+        choices.extend(told["choices"])
         async with client.session.get(f"{run.serving}/models", headers={}) as answer:
             assert answer.status == 401
 
     go(tmp_path, my_loop, *ONE_PROCESS, *LONG, "rollout.slots=4", f"rollout.serve.in_flight={policy}")
-    versions = {tuple(span[0] for span in one) for one in spans}  # with 4 slots most of the 64 answers have not begun
-    assert versions <= {(0,), (1,), (0, 1)}
-    assert (1,) in versions
-    assert ((0, 1) in versions) == (policy == "resume")
-    assert ("abort" in endings) == (policy == "abort")
+    assert len(choices) == 9
+    for number, choice in enumerate(choices):
+        spans, length = choice["weight_spans"], len(choice["token_ids"])
+        begun = {"resume": [[0, 0, halting], [1, halting, length]], "wait": [[0, 0, length]], "abort": [[0, 0, halting]]}
+        assert spans == (begun[policy] if number < 4 else [[1, 0, length]])  # with four slots the others wait
+        assert choice["weight_version"] == spans[0][0]
+        assert spans[-1][2] == length
+        assert length == 30 or choice["finish_reason"] in ("stop", "abort")
+        assert (choice["finish_reason"] == "abort") == (policy == "abort" and number < 4)
 
 
 @pytest.mark.slow
@@ -213,8 +253,6 @@ def test_too_many_requests_are_refused_and_nobody_is_left_when_the_run_ends(tmp_
 
 
 def test_an_engine_that_cannot_do_what_is_declared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rolemesh.engines.rollout.builtin import BuiltinEngine
-
     monkeypatch.setattr(BuiltinEngine, "in_flight", frozenset({"refuse", "abort"}))
     with pytest.raises(Exception, match="in_flight"):
         run_training(small(tmp_path, *ONE_PROCESS, "rollout.serve={}"), Quiet())

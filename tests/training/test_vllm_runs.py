@@ -24,12 +24,20 @@ SPLIT = (
 )
 
 
-@pytest.mark.parametrize("pools", [("pools.main.nodes=[2]", "trainer.sharding=fsdp"), SPLIT], ids=["colocated", "split"])
+ADAPTER = ("model.lora.rank=4", "trainer.publish=adapter", "trainer.publish_folder=.")
+"""From a folder, and merged by the worker."""
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [("pools.main.nodes=[2]", "trainer.sharding=fsdp"), SPLIT, (*SPLIT, *ADAPTER)],
+    ids=["colocated", "split", "adapter on disk"],
+)
 def test_D15_a_run_on_vllm_trains_on_its_own_logprobs(tmp_path: Path, pools: tuple[str, ...]) -> None:
     more = ("rollout.engine=vllm", "rollout.temperature=1.3", "trainer.steps=3", "trainer.learning_rate=0.001")
     reward = "reward=[{name: regex, options: {pattern: '[a-e0-4]'}}]"
     command = [sys.executable, "-m", "rolemesh.cli", "train", *SMALL, f"runs_dir={tmp_path / 'runs'}", *more, *pools, reward]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=450, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=450, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)
     assert contract_problems(run, 3) == "contract holds"

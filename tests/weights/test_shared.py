@@ -84,6 +84,22 @@ def test_a_file_that_has_no_room_says_so_before_anything_is_written(path: str):
     assert not Path(path).exists()
 
 
+def test_room_is_asked_for_whenever_a_version_needs_a_new_file(path: str):
+    outlet = Outlet(bucket_bytes=40 * KIB, path=path, leads=True)
+    begin(outlet, 1)
+    outlet.fill(1)
+    held, need = reader(outlet._manifest), 2**52 + 64
+    with pytest.raises(RolemeshError, match=rf"needs {need} bytes of shared memory for {path}, free are \d+\. .*trainer\.publish_folder"):
+        begin(outlet, 2, {"w": torch.empty(2**50, device="meta")})
+    assert not Path(path).exists()
+    with pytest.raises(ValueError, match="weight version 2 was asked for, but none is being published"):
+        outlet.fill(2)
+    assert len(list(held)) == 6, "who has mapped the version before still has it"
+    manifest = begin(outlet, 3)
+    outlet.fill(3)
+    assert len(list(reader(manifest))) == 6
+
+
 @pytest.mark.parametrize("full", [True, False])
 def test_readers_get_every_version_while_it_is_written_and_one_file_serves_all(path: str, full: bool):
     outlet = Outlet(bucket_bytes=40 * KIB, path=path, leads=True, full=full)

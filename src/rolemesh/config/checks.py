@@ -40,21 +40,35 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
     problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config), *_serve(config)]
     if training:
-        problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_runs_dir(config)]
+        problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_folders(config)]
     return problems
 
 
-def _runs_dir(config: Config) -> Iterator[Problem]:
+def _folders(config: Config) -> Iterator[Problem]:
     folder = config.runs_dir.expanduser()
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    found = f"{there} is a file" if not there.is_dir() else f"no permission for {there}"
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if found := _unusable(there):
         yield Problem(
             subject="runs_dir",
             need="it must be possible to make folders in it",
             free=found,
             remedy=f"Set runs_dir to another folder; relative ones are in the folder where the command runs ({Path.cwd()})",
         )
+    shared = config.trainer.publish_folder
+    if shared is not None and (found := _unusable(shared.expanduser())):
+        yield Problem(
+            subject="trainer.publish_folder",
+            need="must be a folder that is there and can be written, here and on every node",
+            free=found,
+            remedy="Mount or make it (it is not made here: a folder on one node alone would be of no use), or leave the option out",
+        )
+
+
+def _unusable(folder: Path) -> str:
+    """Why no folders can be made in it; empty when they can."""
+    if not folder.is_dir():
+        return f"{folder} is a file" if folder.exists() else f"no folder {folder}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"no permission for {folder}"
 
 
 def _cluster(config: Config) -> Iterator[Problem]:

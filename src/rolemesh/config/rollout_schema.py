@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "builtin"
-    """Inference engine by name (`builtin`, or `vllm` where it is installed), or an own one by import path."""
+    """Inference engine by name (`builtin`, or `vllm` or `sglang` where these are installed), or an own one by import path."""
     temperature: NotNegativeFloat = 1.0
     """Sampling temperature; above 0 for training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -11,7 +12,7 @@ from rolemesh.config.model_files import ModelFacts, read_model_facts
 from rolemesh.config.schema import Config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from rolemesh.plan import vllm
+from rolemesh.plan import sglang, vllm
 from rolemesh.plan.balance import balance_hints
 from rolemesh.plan.costs import predict_stages, step_seconds
 from rolemesh.plan.ledger import DEVICES, GPU, Ledger, number, open_ledgers, slot_gpus, slot_resources
@@ -66,7 +67,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
         ways = zip(workers[ROLLOUT], _routes(config, workers, ROLLOUT), strict=True)
         workers[ROLLOUT] = [replace(one, weights=way, weight_format=weight_format(config, way) if way else None) for one, way in ways]
     models, judges = _models(config, facts, problems), _judges(config, problems)
-    problems += [*_indivisible(config, models), *vllm.unfit(config, models.get(ROLLOUT))]
+    problems += [*_indivisible(config, models), *vllm.unfit(config, models.get(ROLLOUT)), *sglang.unfit(config)]
     memory = _memory(config, models, judges, inventory.nodes, placement, workers, problems)
     addresses = list(_addresses(config, inventory, workers, problems))
     if problems and inventory.pending:
@@ -86,6 +87,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
         stages=stages,
         seconds_per_step=step,
         warnings=(
+            *sglang.notes(config),
             *shares.warnings,
             *addresses,
             *_spare_warnings(config, inventory.nodes, placement),
@@ -154,7 +156,8 @@ def _routes(config: Config, workers: Mapping[str, list[WorkerPlan]], role: str) 
     """The way on which weights come to each worker of a role; None without an actor."""
     actors, shared = [_place_of(worker) for worker in workers.get(ACTOR, ())], config.backend == "ray"
     processes, takers = {actor.process for actor in actors}, workers.get(role, ())
-    return [weight_route(_place_of(taker), actors[0], processes, shared_memory=shared) if actors else None for taker in takers]
+    disk = config.trainer.publish_folder is not None
+    return [weight_route(_place_of(taker), actors[0], processes, shared_memory=shared, disk=disk) if actors else None for taker in takers]
 
 
 def _place_of(worker: WorkerPlan) -> Place:
@@ -268,7 +271,8 @@ def _memory(
     sent = {(worker.weights, worker.weight_format) for worker in workers.get(ROLLOUT, ()) if worker.weight_format}
     sent |= {(way, "float32") for role in handed_on(config) for way in _routes(config, workers, role) if way != "process"}
     if ACTOR in models and sent:
-        memory.append(node_memory(config, models[ACTOR], sent))
+        readers = Counter(worker.node for worker in workers.get(ROLLOUT, ()) if worker.weights == "disk")
+        memory.append(node_memory(config, models[ACTOR], sent, readers=max(readers.values(), default=1)))
         places.append({node: 1 for counts in placement.slots.values() for node in counts})
     devices = {name: _devices(config, name) for name in config.pools}
     problems += check_memory(nodes, memory, places, devices, lambda pool: cheaper(config, pool, models, ranks, judges))
@@ -356,8 +360,12 @@ def _warnings(
 def _without_effect(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator[str]:
     """Options that change nothing where the workers are."""
     trainer, rollouts = config.trainer, workers.get(ROLLOUT, ())
-    if trainer.publish == "adapter" and rollouts and all(worker.weights == "process" for worker in rollouts):
-        yield "trainer.publish=adapter has no effect: every rollout worker is in an actor's process, where nothing is sent"
+    if rollouts and all(worker.weights == "process" for worker in rollouts):
+        nothing = "has no effect: every rollout worker is in an actor's process, where nothing is sent"
+        if trainer.publish == "adapter":
+            yield f"trainer.publish=adapter {nothing}"
+        if trainer.publish_folder is not None and not handed_on(config):
+            yield f"trainer.publish_folder {nothing}"
     if trainer.sharding == "fsdp" and max(len(workers.get(role, ())) for role in (ACTOR, CRITIC, REF)) == 1:
         yield "trainer.sharding=fsdp has no effect: one worker keeps all of its model"
     if trainer.offload and workers.get(ACTOR) and not _devices(config, config.roles[ACTOR].pool):

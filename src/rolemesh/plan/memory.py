@@ -23,10 +23,12 @@ are trained (all; of an actor with an adapter of rank r those of the adapter, wh
 | fused copies | layers hidden (heads head_dim + i) b more on CPUs, on the fast path | rollout |
 | KV cache | (slots + 1) columns 2 layers kv_heads head_dim b; columns in steps of 16, slots in steps of 16 when deterministic | rollout |
 | sampling | slots vocab (20 + b): float32 logits and weights, float64 sums | rollout |
-| passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM 4096 tokens | rollout |
+| passes | 1024 tokens of prefill, and the attention scores of one decoding step; with vLLM and SGLang 4096 tokens | rollout |
 | KV cache, with vLLM | (slots blocks + 1) 32 2 layers kv_heads head_dim b; blocks of 32 tokens for the longest sequence | rollout |
 | packed head | vocab hidden b, with vLLM on CPUs | rollout |
-| libraries | 350 MiB, with vLLM | rollout |
+| KV cache, with SGLang | slots (longest sequence + 8) 2 layers kv_heads head_dim b | rollout |
+| sampling, with SGLang | 40 slots vocab: all in float64 | rollout |
+| libraries | 350 MiB with vLLM; 6 GiB with SGLang, assumed | rollout |
 | asleep | 4 P + 8 Q in host memory, on a device with `trainer.offload` | actor, critic |
 | loading | on a device: the weights pass through the process's own memory, one model at a time | each process |
 | process | Python, torch and their libraries | each process |
@@ -36,6 +38,7 @@ are trained (all; of an actor with an adapter of rank r those of the adapter, wh
 | scoring processes | 120 MiB, and 40 MiB for each of them, where there are functions | reward |
 | shared weights | P b; 4 P with `trainer.publish` adapter, and to critic and ref after a warm start: one file for all readers | each node |
 | published weights | 4 buckets (`trainer.bucket_mib`, or the embedding if larger): two packed, two in the object store | each node |
+| published weights | with `trainer.publish_folder` one bucket packed, and one of each rollout worker that reads | each node |
 | adapter's base | 4 P: what an adapter that is published alone is merged into | rollout |
 
 No weights are published where every rollout worker shares a process with the actor.
@@ -55,12 +58,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Final
 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from rolemesh.plan import vllm
+from rolemesh.plan import sglang, vllm
 from rolemesh.plan.ledger import has_device
 from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.routes import Route
@@ -106,8 +110,8 @@ def pool_memory(
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
-        if vllm.used_by(config, role):
-            lines.append(MemoryLine(role=role, what="libraries", bytes=vllm.LIBRARIES_BYTES))
+        if borrowed := _borrowed(config, role):
+            lines.append(MemoryLine(role=role, what="libraries", bytes=borrowed.LIBRARIES_BYTES))
         estimate = {ROLLOUT: _rollout, REF: _reference}.get(role, _trained)(config, role, facts[role], max(1, ranks.get(role, 0)))
         mine = [MemoryLine(role=role, what=what, bytes=count) for what, count in estimate.items()]
         models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
@@ -183,16 +187,18 @@ def _judges(config: Config, judges: Mapping[int, ModelFacts], ranks: int) -> dic
     }
 
 
-def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route | None, str | None]]) -> PoolMemory:
-    """What the processes of a node share, once: weights on their way by these routes in these formats, of which the widest counts."""
+def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route | None, str | None]], *, readers: int) -> PoolMemory:
+    """What the processes of a node share, once: weights on their way by these routes in these formats, of which the widest counts.
+    `readers` are the most processes of a node that read them from disk at a time."""
     found = dict[str, int]()
     for way, form in sorted(sent, key=lambda one: (one[1] == "float32", str(one[0]))):
         width = 4 if form == "float32" else 2
         whole, largest = width * facts.parameters, width * facts.vocab * facts.hidden
         if way == "shared_memory":
             found["shared weights"] = whole
-        elif way == "object_store":
-            found["published weights"] = 4 * min(whole, max(config.trainer.bucket_mib * MIB, largest))
+        elif way is not None:
+            buckets = 4 if way == "object_store" else 1 + readers
+            found["published weights"] = buckets * min(whole, max(config.trainer.bucket_mib * MIB, largest))
     return PoolMemory(pool="", process="node", lines=tuple(MemoryLine(role=ACTOR, what=what, bytes=count) for what, count in found.items()))
 
 
@@ -248,8 +254,9 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
     found = {"weights": facts.parameters * width}
     if config.trainer.publish == "adapter":
         found["adapter's base"] = 4 * facts.parameters
-    if vllm.used_by(config, role):
-        return found | vllm.memory(config, facts, longest=_longest(config, facts), width=width)
+    if borrowed := _borrowed(config, role):
+        found.update(borrowed.memory(config, facts, longest=_longest(config, facts), width=width))
+        return found
     on_host = not has_device(config.pools[config.roles[role].pool])
     if fast := facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
         fused = facts.layers * facts.hidden * (facts.query + 2 * facts.key_value + 2 * facts.intermediate)
@@ -269,6 +276,11 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
 def width_of(dtype: str | None) -> int:
     """Bytes of a number."""
     return 2 if dtype == "bfloat16" else 4
+
+
+def _borrowed(config: Config, role: str) -> ModuleType | None:
+    """What the plan knows of the other project's engine that the role runs on, if it does."""
+    return next((engine for engine in (vllm, sglang) if engine.used_by(config, role)), None)
 
 
 def cache_shape(config: Config, facts: ModelFacts) -> tuple[int, int]:

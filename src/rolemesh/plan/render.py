@@ -22,7 +22,7 @@ from rolemesh.plan.as_json import memory_name
 from rolemesh.plan.balance import seconds
 from rolemesh.plan.ledger import amounts_text, many, number
 from rolemesh.plan.memory import size
-from rolemesh.plan.routes import ROUTE_WORDS, Route
+from rolemesh.plan.routes import ROUTE_WORDS, why
 from rolemesh.plan.schema import NodeInfo, Plan, Slot, WorkerPlan
 
 _STYLES: Final = {ACTOR: "cyan", ROLLOUT: "green", REF: "blue", CRITIC: "magenta", REWARD: "yellow", TEACHER: "bright_blue"}
@@ -112,13 +112,14 @@ def _roles_table(plan: Plan) -> Table:
 
 
 def _weight_ways(plan: Plan) -> str:
-    """`rollout 0-1 in the actor's process; rollout 2 through shared memory in bfloat16`."""
-    ranks: dict[tuple[str, Route, str], list[int]] = {}
+    """`rollout 0-1 in the actor's process; rollout 2 through shared memory in bfloat16 (the actor's node)`."""
+    ranks: dict[tuple[str, str], list[int]] = {}
     for worker in plan.workers:
         if worker.weights is not None:
             sent = f" in {worker.weight_format}" if worker.weight_format else ""
-            ranks.setdefault((worker.role, worker.weights, sent), []).append(worker.rank)
-    return "; ".join(f"{role} {ranges(found, _RANGES)} {ROUTE_WORDS[route]}{sent}" for (role, route, sent), found in ranks.items())
+            reason = why(worker.weights, same_node=worker.node == plan.of_role(ACTOR)[0].node)
+            ranks.setdefault((worker.role, ROUTE_WORDS[worker.weights] + sent + (f" ({reason})" if reason else "")), []).append(worker.rank)
+    return "; ".join(f"{role} {ranges(found, _RANGES)} {way}" for (role, way), found in ranks.items())
 
 
 def _add_helpers(table: Table, plan: Plan) -> None:

@@ -8,12 +8,13 @@ from typing import Final, Literal, NamedTuple
 from rolemesh.config.schema import Config
 from rolemesh.names import CRITIC, REF
 
-Route = Literal["process", "shared_memory", "object_store"]
+Route = Literal["process", "shared_memory", "object_store", "disk"]
 
 ROUTE_WORDS: Final[dict[Route, str]] = {
     "process": "in the actor's process",
     "shared_memory": "through shared memory",
     "object_store": "through the object store",
+    "disk": "through files",
 }
 
 
@@ -38,9 +39,21 @@ class Place(NamedTuple):
     node: Hashable
 
 
-def weight_route(taker: Place, packer: Place, processes: Container[Hashable], *, shared_memory: bool) -> Route:
-    """In one of the actor's `processes` its weights are read where they lie; on the node of the `packer`, the actor's first worker, they
-    come through shared memory if there may be any; elsewhere through the object store, which brings them to a node once."""
+def weight_route(taker: Place, packer: Place, processes: Container[Hashable], *, shared_memory: bool, disk: bool) -> Route:
+    """In one of the actor's `processes` its weights are read where they lie. Everybody else reads them from `disk` if there is a folder for
+    that. Without one they come, on the node of the `packer`, the actor's first worker, through shared memory if there may be any; elsewhere
+    through the object store, which brings them to a node once."""
     if taker.process in processes:
         return "process"
+    if disk:
+        return "disk"
     return "shared_memory" if shared_memory and taker.node == packer.node else "object_store"
+
+
+def why(route: Route, *, same_node: bool) -> str:
+    """The reason for a route that does not go without saying, for a taker on the node of the actor's first worker or elsewhere."""
+    if route == "disk":
+        return "trainer.publish_folder"
+    if route == "object_store":
+        return "backend local" if same_node else "another node than the actor's"
+    return "the actor's node" if route == "shared_memory" else ""

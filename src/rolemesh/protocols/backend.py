@@ -186,6 +186,11 @@ class Backend(Protocol):
         """End the cluster if it is this backend's own, else leave it. Called once, after the last `run`."""
         ...
 
+    def entrust(self, run: str, folder: str) -> None:
+        """Have a folder, which may be made later, removed with everything else of the run, by `stop` or however this process ends. Raises
+        RolemeshError or DeadlineExceeded."""
+        ...
+
     def time(self) -> float:
         """Monotonic seconds; virtual in a simulation."""
         ...

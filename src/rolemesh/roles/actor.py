@@ -24,7 +24,7 @@ from rolemesh.observe import Metrics
 from rolemesh.roles.saving import GATHERED
 from rolemesh.roles.trained import BY_MINIBATCH, TrainedWorker, engine_options, passes, reads_parts
 from rolemesh.runtime import WorkerContext, register, shared_file
-from rolemesh.weights import Buffer, Content, Outlet, WeightManifest, Weights
+from rolemesh.weights import Buffer, Content, Outlet, WeightManifest, Weights, leave_token
 
 if TYPE_CHECKING:
     from rolemesh.protocols.algorithm import StepTerms, TokenBatch
@@ -135,28 +135,33 @@ class ActorWorker(TrainedWorker):
     # -- weights and checkpoints ---------------------------------------------------------------------------------------------
 
     @register(dispatch=GATHERED)
-    def publish(self, version: int, *, content: Content, dtype: str, shared: bool) -> WeightManifest:
-        """Begin to publish a version: returns the manifest of what `pack` answers bucket by bucket, or `fill` writes into the node's shared
-        memory, in number format `dtype`. Other ranks than the first only give their parts."""
+    def publish(self, version: int, *, content: Content, dtype: str, shared: bool, folder: str = "") -> WeightManifest:
+        """Begin to publish a version: returns the manifest of what `pack` answers bucket by bucket, or writes to files in a `folder`, or
+        `fill` writes into the node's shared memory, in number format `dtype`. Other ranks than the first only give their parts."""
         if content == "merged":
             forms, weights = self.engine.empty_weights(), self.named_weights()
         else:
             only = content == "adapter"
             forms, weights = self.engine.empty_parts(adapter_only=only), self.engine.parts(adapter_only=only)
-        manifest = self._outlet.begin(version, forms, weights, shared=shared, dtype=getattr(torch, dtype), content=content)
+        manifest = self._outlet.begin(version, forms, weights, shared=shared, folder=folder, dtype=getattr(torch, dtype), content=content)
         if self.context.rank == 0:
             self.metrics.sum("weights/bytes", manifest.nbytes)
         return manifest
 
     @register(dispatch=GATHERED, stores=True)
     def pack(self, version: int, number: int) -> tuple[None, Buffer | None]:
-        """Bucket `number` of the version that was begun, one after the other, as a stored object."""
+        """Bucket `number` of the version that was begun, one after the other, as a stored object; None of one that is in a file then."""
         return None, self._outlet.pack(version, number)
 
     @register(dispatch=GATHERED)
     def fill(self, version: int) -> None:
         """All buckets of the version that was begun, into the node's shared memory."""
         self._outlet.fill(version)
+
+    @register(dispatch="all")
+    def leave_token(self, folder: str) -> tuple[str, str]:
+        """(token, "") once it lies in the folder for others to find, or ("", what is wrong)."""
+        return leave_token(folder)
 
     @register(dispatch="all")
     def give_parts(self) -> None:

@@ -289,9 +289,13 @@ class RolloutManager(WorkerGroup):
         return self.requests.answer(prompt_ids, sampling, count=count, deadline=deadline)
 
     async def bring_back(self) -> None:
-        """Let replicas serve again that can. For those who serve no rounds: what is given to them has to be what the others have."""
+        """Let replicas serve again that can. For those who serve no rounds: what is given to them has to be what the others have. Raises
+        the last replica's error when none serves and none gets a new process any more."""
         if any(replica.out is not None for replica in self.replicas):
             await self._bring_back()
+        error = self.replicas[-1].out
+        if error is not None and not self._serving() and all(replica.replaced >= REPLACEMENTS for replica in self.replicas):
+            raise error
 
     async def _talk(self, index: int, message: object) -> list[News]:
         (rank,) = self.replicas[index].ranks

@@ -9,7 +9,7 @@ from rolemesh.config.schema import Config
 from rolemesh.models.lora import AdapterMerge
 from rolemesh.names import ACTOR
 from rolemesh.runtime import Worker, register
-from rolemesh.weights import Buffer, Intake, SharedFile, SharedWeights, WeightManifest, Weights
+from rolemesh.weights import Buffer, FileReader, Intake, SharedFile, SharedWeights, WeightManifest, Weights, find_token
 
 if TYPE_CHECKING:
     from rolemesh.roles.actor import ActorWorker
@@ -20,6 +20,8 @@ class WeightTaker(Worker):
 
     config: Config
     _intake: Intake | None = None
+    _files: FileReader | None = None
+    """Of the version that is being taken over, if it lies on disk."""
     _file: SharedFile | None = None
     _shared: SharedWeights | None = None
     """What it was given last, if that lies in shared memory."""
@@ -40,22 +42,30 @@ class WeightTaker(Worker):
     ) -> int | None:
         """Take over the weights of a version. Without manifest and number these are those of the actor in this process; with a manifest
         alone, those that appear in the node's shared memory. Else this is bucket `number`, of which the first comes with the manifest of
-        all. Returns the version held once all is there."""
+        all; one that is not given lies on disk. Returns the version held once all is there."""
         if manifest is not None or number is None:
             self._give_up()
         if number is None:
             return self._read_actor(version) if manifest is None else self._read_shared(manifest)
         if manifest is not None:
+            self._files = FileReader(manifest, waiter=self._name) if manifest.folder else None
             self._intake = Intake(manifest, partial(self._take_content, manifest), waiter=self._name, deadline=self.config.deadlines.call)
         intake = self._intake
         if intake is None or intake.version != version:
             under_way = "none" if intake is None else f"version {intake.version}"
             raise ValueError(f"bucket {number + 1} of weight version {version} came, but {under_way} is being taken over; publish again")
-        assert bucket is not None
+        if bucket is None:
+            assert self._files is not None
+            bucket = self._files.read(number)
         held = intake.take(number, bucket)
         if held is not None:
-            self._intake = None
+            self._intake = self._files = None
         return held
+
+    @register(dispatch="all")
+    def find_token(self, folder: str, token: str) -> str:
+        """Empty where this process sees in the folder what the actor has left there; else what is wrong."""
+        return find_token(folder, token)
 
     @property
     def _name(self) -> str:
@@ -70,7 +80,7 @@ class WeightTaker(Worker):
     def _give_up(self) -> None:
         if self._intake is not None:
             self._intake.close()
-            self._intake = None
+            self._intake = self._files = None
 
     def _read_actor(self, version: int) -> int:
         weights = cast("ActorWorker", self.peers[ACTOR]).named_weights()

@@ -86,6 +86,17 @@ class JanitorLink:
     def tell(self, say: str, **message: Any) -> None:
         self._connection.sendall(json.dumps({"say": say, **message}).encode() + b"\n")
 
+    def entrust(self, folder: str) -> None:
+        """Have a folder removed with the run, however that ends. Raises RolemeshError, or DeadlineExceeded."""
+        try:
+            self._ask("entrust", {"folder": folder})
+        except TimeoutError as error:
+            subject = f"the janitor of run {self.run} to answer"
+            raise DeadlineExceeded(waiter="a process", subject=subject, seconds=START_SECONDS) from error
+        except ConnectionError as error:
+            text = f"the janitor of run {self.run} is gone, so nobody would remove {folder} with the run. Start it again"
+            raise RolemeshError(text=text) from error
+
     def bye(self, say: str = "bye") -> None:
         """The run is over here: returns when nothing of it is left on this machine."""
         self._connection.settimeout(BYE_SECONDS)

@@ -177,6 +177,20 @@ def note(folder: str, text: str) -> None:
         log.write(text)
 
 
+def removed(folder: str) -> bool:
+    """Remove what a run has on a file system that it shares with other machines. There a process may go on for a moment longer than here:
+    it does not find the folder again under another name."""
+    aside, ends = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.gone"), time.monotonic() + END_SECONDS
+    while os.path.isdir(folder) or os.path.isdir(aside):
+        if time.monotonic() > ends:
+            return False
+        with suppress(OSError):  # it has the other name already, or what had it is not gone yet
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        time.sleep(0.02)
+    return True
+
+
 def clean(run: str, *, politely: bool = False, orphaned: bool = False) -> bool:
     """End everything of a run on this machine, and what it left detached in a cluster that is not its own. If it is to be `orphaned` and
     has a driver there, one on another machine then, nothing is ended, and the answer is False."""
@@ -196,6 +210,8 @@ def clean(run: str, *, politely: bool = False, orphaned: bool = False) -> bool:
         while any(found.is_worker or not record.get("own") for found in owned(run)) and time.monotonic() < ends:
             time.sleep(0.02)
     end_all(partial(owned, run))
+    for path in record.get("folders", []):
+        swept = removed(path) and swept
     if swept:
         shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir("/dev/shm"):
@@ -332,7 +348,7 @@ class Janitor:
         found = find(client.pid)
         record = {
             "run": self._run, "pid": client.pid, "started": found.started if found else 0, "own": own, "address": address, "ttl": ttl,
-            "since": self._record.get("since", time.time()), "left": None,
+            "since": self._record.get("since", time.time()), "left": None, "folders": self._record.get("folders", []),
         }  # fmt: skip
         try:
             write_record(self._folder, record)
@@ -344,6 +360,11 @@ class Janitor:
     def _on_address(self, client: Client, address: str) -> None:
         """The driver is in its cluster, which is there."""
         self._note(address=address)
+
+    def _on_entrust(self, client: Client, folder: str) -> dict[str, Any]:
+        """The driver has, or will have, a folder elsewhere that is to go with the run."""
+        self._note(folders=sorted({*self._record.get("folders", []), folder}))
+        return {}
 
     def _on_bye(self, client: Client) -> None:
         """The driver is done; it waits until nothing is left."""

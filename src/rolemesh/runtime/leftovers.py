@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ class Leftover:
     """`pid`, `command` and `bytes` of resident memory of each."""
     folder: Path
     folder_bytes: int
+    """In it, and in folders that it has elsewhere."""
 
     def free(self) -> None:
         """End all of it, and its driver if it has one."""
@@ -64,8 +66,16 @@ def _leftover(run: str, folder: Path) -> Leftover:
         address="" if record.get("own", True) else record["address"],
         processes=tuple({"pid": process.pid, **_looks(process.pid)} for process in found),
         folder=folder,
-        folder_bytes=sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0,
+        folder_bytes=sum(map(_bytes, (folder, *map(Path, record.get("folders", []))))),
     )
+
+
+def _bytes(folder: Path) -> int:
+    found = 0
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        with suppress(OSError):  # it has just gone
+            found += path.lstat().st_size if path.is_file() else 0
+    return found
 
 
 def _state(run: str, record: dict[str, Any]) -> Literal["driven", "waiting", "left"]:

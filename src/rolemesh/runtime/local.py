@@ -20,6 +20,7 @@ from rolemesh.plan.schema import Inventory, NodeInfo
 from rolemesh.protocols.backend import Bundle, Call, Capability, OnAnswer, Process, ProcessSpec, WorkerSpec, taken
 from rolemesh.protocols.store import StoreAnswer, StoreGone, StoreRequest
 from rolemesh.runtime.host import ProcessHost
+from rolemesh.runtime.janitor import JanitorLink
 from rolemesh.runtime.kv_server import KvServer
 
 T = TypeVar("T")
@@ -82,12 +83,20 @@ class LocalBackend:
         self._hosts: dict[str, ProcessHost] = {}
         self._pools: dict[str, tuple[Bundle, ...]] = {}
         self._stores: list[LocalStoreLink] = []
+        self._janitor: JanitorLink | None = None
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
 
+    def entrust(self, run: str, folder: str) -> None:
+        if self._janitor is None:
+            self._janitor = JanitorLink(run, "drive", own=True, address="", ttl=0)
+        self._janitor.entrust(folder)
+
     def stop(self) -> None:
-        pass  # nothing was started beside this process
+        if self._janitor is not None:  # else nothing was started beside this process
+            self._janitor.bye()
+            self._janitor = None
 
     def time(self) -> float:
         return time.monotonic()

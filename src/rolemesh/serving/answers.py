@@ -13,7 +13,7 @@ from typing import Any
 
 from rolemesh.protocols.requests import Answer
 from rolemesh.serving.requests import ChatBody, CompletionBody, Questions
-from rolemesh.serving.text import Decode, Reading
+from rolemesh.serving.text import UNFINISHED, Decode, Reading
 
 
 class Shape:
@@ -84,13 +84,18 @@ class Shape:
         names = [self._name_of([token]) for token in ids]
         if self._chat:
             pairs = zip(names, logprobs, strict=True)
-            listed = [{"token": name, "logprob": number, "bytes": list(name.encode()), "top_logprobs": []} for name, number in pairs]
+            listed = [{"token": name, "logprob": number, "bytes": _bytes(name), "top_logprobs": []} for name, number in pairs]
             return {"content": listed, "refusal": None}
         offsets = []
         for name in names:
             offsets.append(offset)
             offset += len(name)
         return {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+
+def _bytes(name: str) -> list[int] | None:
+    """Of a token's text; None for a piece of a character, whose own bytes a decoder does not tell."""
+    return None if UNFINISHED in name else list(name.encode())
 
 
 def finish(reading: Reading, answer: Answer) -> str | None:

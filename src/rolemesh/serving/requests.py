@@ -16,8 +16,10 @@ from pydantic_core import from_json
 
 from rolemesh.protocols.engine import Sampling
 
-MOST_STOPS = 16
+MOST_STOPS, STOP_CHARACTERS = 16, 1024
+"""Of the stop texts, and of each: every piece of an answer is searched for all of them."""
 Zero = Annotated[float, Field(ge=0, le=0)]
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=STOP_CHARACTERS)]
 B = TypeVar("B", bound="Body")
 
 
@@ -51,7 +53,7 @@ class Body(BaseModel):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[list[StrictStr], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[Stop], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)] = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -112,6 +114,8 @@ class Message(BaseModel):
     role: Annotated[str, Field(min_length=1)]
     content: StrictStr | list[Part]
     name: str | None = None
+    type: Literal["text"] = "text"
+    """Evaluation harnesses write it here too."""
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""

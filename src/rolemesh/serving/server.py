@@ -1,7 +1,7 @@
 """The HTTP server: who may ask, how much, and how long; the rest is in the other files here. Runs on the controller's loop.
 
 Every request needs the token. A client that goes away ends its requests; one that reads slowly holds up nobody, and its connection ends
-with its deadline.
+with its deadline. `connections.py` bounds how many there are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRe
 from rolemesh.models import encode_prompt
 from rolemesh.protocols.requests import Answer, Answering
 from rolemesh.serving.answers import Shape, finish
+from rolemesh.serving.connections import listen, log, most_connections
 from rolemesh.serving.requests import ChatBody, CompletionBody, Limits, Questions, Refused, check_length, parse, questions
 from rolemesh.serving.text import Reading
 
@@ -72,19 +73,22 @@ class Server:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None,
+            app, handler_cancellation=True, access_log=None, logger=log,
             keepalive_timeout=IDLE_SECONDS, lingering_time=END_SECONDS, shutdown_timeout=END_SECONDS,
         )  # fmt: skip
         await runner.setup()
+        assert runner.server is not None
         try:
-            site = web.TCPSite(runner, self._serve.host, self._serve.port)
             try:
-                await site.start()
+                sockets = await listen(runner.server, self._serve.host, self._serve.port, most_connections(self._serve.requests))
             except OSError as error:
                 where = f"{self._serve.host}:{self._serve.port}"
                 raise ConfigError.one("rollout.serve", f"it must be possible to listen on {where}", str(error), "Set port=0") from error
-            host, port = runner.addresses[0][:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            host, port = sockets.sockets[0].getsockname()[:2]
+            try:
+                yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            finally:
+                sockets.close()
         finally:
             await runner.cleanup()
 
@@ -92,17 +96,31 @@ class Server:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Only with the token; whatever goes wrong is told in OpenAI's shape."""
+        """Only with the token; whatever goes wrong is told in OpenAI's shape. Writing it has a deadline."""
         try:
             self._check_token(request)
-            return await handler(request)
+            response = await handler(request)
         except Refused as refused:
-            return web.json_response(refused.body, status=refused.status, headers=refused.headers)
+            response = web.json_response(refused.body, status=refused.status, headers=refused.headers)
         except web.HTTPException as error:
             text = "the body is too large" if error.status == 413 else f"{request.method} {request.path}: {error.reason}"
             body = Refused(error.status, text, code=str(error.reason).lower().replace(" ", "_")).body
             kept = {name: value for name, value in error.headers.items() if name == "Allow"}
-            return web.json_response(body, status=error.status, headers=kept)
+            response = web.json_response(body, status=error.status, headers=kept)
+        await self._end(request, response)
+        return response
+
+    async def _end(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Write what is not written yet."""
+        try:
+            async with asyncio.timeout(self._serve.deadline):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:  # it does not read
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionResetError:
+            pass  # the client has gone
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -255,6 +273,10 @@ async def _body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()
+    except web.RequestPayloadError as error:
+        refused = Refused(400, f"the body cannot be read: {error.__cause__ or error}", code="invalid_body")
+        refused.headers["Connection"] = "close"  # nobody knows where the next request begins
+        raise refused from error
     except TimeoutError as error:
         raise Refused(408, f"the body did not come within {BODY_SECONDS:g} s", code="timeout") from error
 

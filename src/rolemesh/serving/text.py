@@ -13,7 +13,7 @@ class Reading:
     """One answer. `text` never takes back what it was. Without `live` and stop texts it is empty until the answer is finished."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], *, live: bool) -> None:
-        self._decode, self._stops = decode, [stop for stop in stops if stop]
+        self._decode, self._stops = decode, list(stops)
         self._live = live or bool(self._stops)
         self._known = ""
         """Text of the first `_read` tokens. The next ones are decoded with those from `_base` on in front, as their text may depend on
@@ -30,9 +30,15 @@ class Reading:
         if self.stopped or self._finished or not (finished or len(token_ids) > self.tokens):
             return
         before, self.tokens, self._finished = self.tokens, len(token_ids), finished
-        known, grown = len(self._known), self._grow(token_ids) if self._live else ""
-        if self._stop_in(grown, known) is not None and self._end(token_ids, before):
+        if not self._live:
+            self.text = self._decode(token_ids) if finished else ""
             return
+        began = self._known, self._base, self._read
+        grown = self._grow(token_ids, len(token_ids))
+        if self._stop_in(grown, len(began[0])) is not None:
+            self._known, self._base, self._read = began
+            if self._end(token_ids, before):
+                return
         self.text = grown[: self._certain(grown)]
         if finished:
             whole = self._decode(token_ids)
@@ -41,21 +47,22 @@ class Reading:
     def _end(self, token_ids: Sequence[int], before: int) -> bool:
         """With the first token that completes a stop text, wherever the pieces ended that tokens came in."""
         for count in range(before + 1, len(token_ids) + 1):
-            text = self._decode(token_ids[:count])
-            if (place := self._stop_in(text)) is not None:
-                self.text, self.tokens, self.stopped = text[:place], count, True
+            known = len(self._known)
+            grown = self._grow(token_ids, count)
+            if (place := self._stop_in(grown, known)) is not None:
+                self.text, self.tokens, self.stopped = grown[:place], count, True
                 return True
         return False
 
-    def _grow(self, token_ids: Sequence[int]) -> str:
-        """The text so far."""
-        before, now = self._decode(token_ids[self._base : self._read]), self._decode(token_ids[self._base :])
+    def _grow(self, token_ids: Sequence[int], count: int) -> str:
+        """The text of the first `count`."""
+        before, now = self._decode(token_ids[self._base : self._read]), self._decode(token_ids[self._base : count])
         grown = self._known + now[len(before) :]
         if not now.endswith(UNFINISHED):
-            self._known, self._base, self._read = grown, self._read, len(token_ids)
+            self._known, self._base, self._read = grown, self._read, count
         return grown
 
-    def _stop_in(self, text: str, known: int = 0) -> int | None:
+    def _stop_in(self, text: str, known: int) -> int | None:
         """Where the first stop text begins, of those that end behind the part that is known to have none."""
         places = [place for stop in self._stops if (place := text.find(stop, max(0, known - len(stop)))) >= 0]
         return min(places, default=None)
@@ -63,5 +70,12 @@ class Reading:
     def _certain(self, text: str) -> int:
         """How much can be shown: no half character, and nothing that may turn out to be the beginning of a stop text."""
         end = len(text.rstrip(UNFINISHED))
-        ends = [end - length for stop in self._stops for length in range(1, len(stop)) if text[:end].endswith(stop[:length])]
-        return min(ends, default=end)
+        return end - max((_begun(stop, text[max(0, end - len(stop) + 1) : end]) for stop in self._stops), default=0)
+
+
+def _begun(stop: str, tail: str) -> int:
+    """How many characters at the end of `tail`, which is shorter than `stop`, are the beginning of it."""
+    place = tail.find(stop[0])
+    while place >= 0 and not stop.startswith(tail[place:]):
+        place = tail.find(stop[0], place + 1)
+    return len(tail) - place if place >= 0 else 0

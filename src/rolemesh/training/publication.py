@@ -15,6 +15,9 @@ Through the object store, bucket by bucket:
     pack 1 ---------> packs 1   (meanwhile)
     load 1 ---------------------------------------> ...
 
+From disk it goes the same way, but `pack` writes a file of the bucket, and `load` reads that (`weights/disk.py`). Before anything is
+loaded each of those that will read shows that it sees the folder: the actor leaves a token there, and they look for it.
+
 Every arrow is a call with a deadline that names the worker it waits for. Workers in a process with an actor worker read its weights where
 they lie, in one call. A publication that fails leaves its takers refusing; the next one begins anew with all that have not confirmed.
 """
@@ -23,12 +26,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rolemesh.errors import DeadlineExceeded, StaleWeights, WorkerDied
+from rolemesh.errors import ConfigError, DeadlineExceeded, Problem, StaleWeights, WorkerDied
 from rolemesh.names import ACTOR, ROLLOUT
-from rolemesh.plan.routes import Place, Route, weight_format, weight_route
+from rolemesh.plan.routes import Place, Route, handed_on, weight_format, weight_route
 from rolemesh.roles.rollout_manager import RolloutManager
 from rolemesh.runtime import Process, together
 
@@ -46,6 +50,50 @@ class Publisher:
         """By role and name of the process, which a replaced worker does not share with the one before."""
         self._have_base: set[str] = set()
         """Processes of rollout workers that have the actor's own weights, without its adapter."""
+
+    @cached_property
+    def _folder(self) -> str:
+        """Of this run, for weights on disk; empty where none go there."""
+        folder = self._session.config.trainer.publish_folder
+        return "" if folder is None else str(folder.expanduser().absolute() / f"rolemesh-{self._session.run_id}")
+
+    async def open(self) -> None:
+        """Make the folder for weights on disk, if some go there, and have everybody who will read them look into it. Raises ConfigError
+        with all that do not see it, or cannot write there."""
+        session, groups = self._session, self._session.groups
+        if not self._folder or ACTOR not in groups:
+            return
+        readers = [(role, rank) for role in (ROLLOUT, *handed_on(session.config)) for rank in self._ranks_by("disk", role)]
+        if not readers:
+            return
+        session.backend.entrust(session.run_id, self._folder)
+        try:
+            Path(self._folder).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(problems=[_unseen("the controller must be able to make folders in it", error)]) from error
+        deadline = session.config.deadlines.create
+        token, wrong = await self._alone(ACTOR, 0, "leave_token", deadline, self._folder)
+        if wrong:
+            raise ConfigError(problems=[_unseen(f"{self._where(ACTOR, 0)} must be able to write into it", wrong)])
+        found = await together(self._alone(role, rank, "find_token", deadline, self._folder, token) for role, rank in readers)
+        problems = [
+            _unseen(f"{self._where(role, rank)} must see what {self._where(ACTOR, 0)} has written there", wrong)
+            for (role, rank), wrong in zip(readers, found, strict=True)
+            if wrong
+        ]
+        if problems:
+            raise ConfigError(problems=problems)
+
+    def _ranks_by(self, route: Route, role: str) -> list[int]:
+        return [rank for rank, way in enumerate(self.routes(role)) if way == route] if role in self._session.groups else []
+
+    async def _alone(self, role: str, rank: int, method: str, deadline: float, *args: Any) -> Any:
+        """What one rank answers."""
+        answers = await self._session.groups[role].call(method, *args, ranks=[rank], deadline=deadline)
+        return answers[0]
+
+    def _where(self, role: str, rank: int) -> str:
+        return f"{role} rank {rank} on node {self._session.groups[role].processes[rank].node}"
 
     def without(self, role: str, version: int) -> list[int]:
         """Ranks that have not confirmed the version: all at first, and a worker that was replaced."""
@@ -83,7 +131,8 @@ class Publisher:
         names = {actor.process for actor in actors}
         shared = "processes" not in self._session.backend.lacks
         processes = self._session.groups[role].processes
-        return [weight_route(_place(process), actors[0], names, shared_memory=shared) for process in processes]
+        disk = self._session.config.trainer.publish_folder is not None
+        return [weight_route(_place(process), actors[0], names, shared_memory=shared, disk=disk) for process in processes]
 
     def _content(self, role: str, rank: int, route: Route) -> Content:
         if self._session.config.trainer.publish == "merged" or role != ROLLOUT or route == "process":
@@ -94,7 +143,8 @@ class Publisher:
         if route == "process":
             return await self._read(role, version, ranks)
         dtype, shared = weight_format(self._session.config, route) if role == ROLLOUT else "float32", route == "shared_memory"
-        manifest = await self._session.groups[ACTOR].publish(version, content=content, dtype=dtype, shared=shared)
+        folder = self._folder if route == "disk" else ""
+        manifest = await self._session.groups[ACTOR].publish(version, content=content, dtype=dtype, shared=shared, folder=folder)
         held = await (self._share if shared else self._stream)(role, manifest, ranks)
         if content == "base":
             self._have_base |= {self._session.groups[role].processes[rank].spec.name for rank in ranks}
@@ -111,7 +161,7 @@ class Publisher:
         return cast("dict[int, int]", held)
 
     async def _stream(self, role: str, manifest: WeightManifest, ranks: Sequence[int]) -> dict[int, int]:
-        """Bucket by bucket; while one is loaded, the next is packed."""
+        """Bucket by bucket, as objects or by files; while one is loaded, the next is packed."""
         actor, version, count = self._session.groups[ACTOR], manifest.version, len(manifest.buckets)
         _, bucket = await actor.pack(version, 0)
         held = dict[int, int]()
@@ -141,6 +191,12 @@ class Publisher:
 
     async def _load(self, role: str, ranks: Sequence[int], *args: Any, **kwargs: Any) -> dict[int, Any]:
         return dict(zip(ranks, await self._session.groups[role].call("load_weights", *args, ranks=ranks, **kwargs), strict=True))
+
+
+def _unseen(need: str, found: object) -> Problem:
+    found = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found
+    remedy = "Name a folder of a file system that is mounted at the same place on all nodes, or leave the option out"
+    return Problem(subject="trainer.publish_folder", need=need, free=str(found), remedy=remedy)
 
 
 def _place(process: Process) -> Place:

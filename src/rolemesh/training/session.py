@@ -64,7 +64,7 @@ class Session:
         self._announce, self._warn, self._observer, self._journal = announce, warn, observer, journal
         self._run_dir = run_dir.resolve() if run_dir else None  # workers may be in another folder
         self._roles = [role for role in config.roles if roles is None or role in roles]
-        self._run_id = run_id
+        self.run_id = run_id
         self._taken = taken.pools if taken is not None else {}
         self.pools: dict[str, Pool] = {}
         self.groups: dict[str, WorkerGroup] = {}
@@ -126,6 +126,7 @@ class Session:
         await self._told("create", deadline, (group.create(deadline) for group in self.groups.values()))
         for role, group in self.groups.items():
             self._announce("create", role, f"started {group.world_size}")
+        await self.publisher.open()
 
     async def _take_over(self, deadline: float) -> set[str]:
         """Names of the pools that a driver before has left as they are planned now: taken over, with their processes. What else it left is
@@ -139,7 +140,7 @@ class Session:
 
     async def _open_store(self, nodes: Sequence[NodeInfo], deadline: float) -> None:
         node = next((nodes[helper.node] for helper in self.plan.helpers if helper.name == KV_STORE), None)
-        self.kv = await KvStore.start(self.backend, self._run_id, deadline=deadline, node=node)
+        self.kv = await KvStore.start(self.backend, self.run_id, deadline=deadline, node=node)
         await self._life.enter_async_context(self.kv)
         await self._life.enter_async_context(kept_alive(self.kv, lambda text: self._announce("run", "kv store", text)))
 
@@ -189,7 +190,7 @@ class Session:
         for pool in self.pools.values():
             pool.detach()
         self.pools.clear()
-        self.backend.detach(self._run_id)
+        self.backend.detach(self.run_id)
 
     # -- devices --------------------------------------------------------------------------------------------------------------
 

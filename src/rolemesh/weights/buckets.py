@@ -68,6 +68,8 @@ class WeightManifest:
     content: Content = "merged"
     shared: str = ""
     """File in the node's shared memory where they lie (see `SharedFile`), if they do."""
+    folder: str = ""
+    """Folder of files, one for each of them (see `disk.py`), if they are written there."""
     full: bool = False
     """Whether checksums are of every word."""
 

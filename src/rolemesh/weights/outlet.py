@@ -1,15 +1,18 @@
-"""The trainer's side of a publication: packs bucket after bucket as they are asked for, or all of them into the node's shared memory."""
+"""The trainer's side of a publication: packs bucket after bucket as they are asked for, or all of them into the node's shared memory.
+Those that go by disk are packed one by one too, and written to a file each."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from rolemesh.weights.buckets import Buffer, Content, WeightManifest, Weights, give_up, pack, plan_buckets, wipe
+from rolemesh.weights.disk import WrittenVersion, new_name
 from rolemesh.weights.shared import SharedFile
 
 SLOTS = 2
@@ -25,6 +28,10 @@ class Outlet:
     def __init__(self, *, bucket_bytes: int, path: str, leads: bool, full: bool = False) -> None:
         self._bucket_bytes, self._path, self._leads, self._full = bucket_bytes, path, leads, full
         self._file: SharedFile | None = None
+        self._files: WrittenVersion | None = None
+        """The version under way, if it goes by disk."""
+        self._whole = ""
+        """Name of the last version that is on disk."""
         self._own = np.empty(0, dtype=np.uint8)
         """Two buckets that do not go through shared memory: one is written while the other is read."""
         self._places: list[Buffer] = []
@@ -39,17 +46,23 @@ class Outlet:
         weights: Weights,
         *,
         shared: bool,
+        folder: str = "",
         dtype: torch.dtype | None = None,
         content: Content = "merged",
     ) -> WeightManifest:
-        """Start with a version, in shared memory or not: from here on nothing else is there to be read. `forms` are names, shapes and
-        formats of the `weights`, in their order; those in a floating-point format are published in `dtype`, if given."""
+        """Start with a version, in shared memory, in files in a `folder`, or in turn: from here on nothing else is there to be read.
+        `forms` are names, shapes and formats of the `weights`, in their order; those in a floating-point format are published in `dtype`,
+        if given. Raises RolemeshError where there is no room for it."""
         self._weights = weights
         cast = ((name, form.to(dtype) if dtype is not None and form.is_floating_point() else form) for name, form in forms)
         buckets, path = plan_buckets(cast, self._bucket_bytes), self._path if shared else ""
-        self._manifest = manifest = WeightManifest(version=version, buckets=buckets, content=content, shared=path, full=self._full)
+        where = str(Path(folder) / new_name(version)) if folder else ""
+        manifest = WeightManifest(version=version, buckets=buckets, content=content, shared=path, folder=where, full=self._full)
+        self._manifest, self._files = None, None
         if self._leads:
-            self._places = self._shared(manifest) if shared else self._in_turn(manifest)
+            self._files = WrittenVersion(manifest, keep=[self._whole]) if folder else None
+            self._places = self._shared(manifest) if shared else self._in_turn(manifest, 1 if folder else SLOTS)
+        self._manifest = manifest
         return manifest
 
     def _shared(self, manifest: WeightManifest) -> list[Buffer]:
@@ -61,15 +74,16 @@ class Outlet:
             wipe(place)
         return places
 
-    def _in_turn(self, manifest: WeightManifest) -> list[Buffer]:
-        if self._own.nbytes != SLOTS * manifest.largest:
-            self._own = np.empty(SLOTS * manifest.largest, dtype=np.uint8)
-        slots = np.split(self._own, SLOTS)
-        return [slots[number % SLOTS] for number in range(len(manifest.buckets))]
+    def _in_turn(self, manifest: WeightManifest, count: int) -> list[Buffer]:
+        if self._own.nbytes != count * manifest.largest:
+            self._own = np.empty(count * manifest.largest, dtype=np.uint8)
+        slots = np.split(self._own, count)
+        return [slots[number % count] for number in range(len(manifest.buckets))]
 
     def pack(self, version: int, number: int) -> Buffer | None:
-        """Bucket `number` of the version that was begun, after the one before it; None on a rank that does not lead. Raises ValueError
-        when it is not the version under way, or there are more or other weights than the manifest says."""
+        """Bucket `number` of the version that was begun, after the one before it; None on a rank that does not lead, and where it is in a
+        file then. Raises ValueError when it is not the version under way, or there are more or other weights than the manifest says, and
+        RolemeshError when the file cannot be written."""
         manifest = self._under_way(version, f"bucket {number + 1} of ")
         buffer = None
         if self._leads:
@@ -78,7 +92,12 @@ class Outlet:
             deque(islice(self._weights, len(manifest.buckets[number].names)), maxlen=0)
         if number == len(manifest.buckets) - 1 and (more := next(self._weights, None)) is not None:
             raise ValueError(f"there are more weights than the manifest of version {version} says, first {more[0]}")
-        return buffer
+        if self._files is None or buffer is None:
+            return buffer
+        self._files.write(number, buffer)
+        if number == len(manifest.buckets) - 1:
+            self._whole = self._files.folder.name
+        return None
 
     def fill(self, version: int) -> WeightManifest:
         """Pack all buckets of the version that was begun, for those that read them in shared memory. Raises as `pack`; readers are told."""

@@ -152,13 +152,16 @@ class SharedWeights(LastingWeights):
 
 def _reserve(descriptor: int, size: int, path: str) -> None:
     """Without this, the first write beyond the last free page would kill the process."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.unlink(path)
-        found = os.statvfs(os.path.dirname(path))
-        free = found.f_bavail * found.f_frsize
-        raise RolemeshError(
-            text=f"publishing weights needs {size} bytes of shared memory for {path}, free are {free}. Make room there (a container's "
-            "--shm-size)"
-        ) from error
+    found = os.statvfs(path)
+    free, cause = found.f_bavail * found.f_frsize, None
+    if free >= size:
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            cause = error
+    os.unlink(path)
+    raise RolemeshError(
+        text=f"publishing weights needs {size} bytes of shared memory for {path}, free are {free}. Make room there (a container's "
+        "--shm-size), or let weights go through a folder: trainer.publish_folder"
+    ) from cause

@@ -19,6 +19,7 @@ ENGINES = {
     "fast_deterministic": ("builtin", "qwen3_tied", True, {}),
     "generic": ("builtin", "gpt2", False, {}),
     "generic_deterministic": ("builtin", "gpt2", True, {}),
+    "sglang": ("sglang_stub:SglangOnStub", "qwen3_tied", False, {}),
     "vllm": ("vllm", "llama", False, WIDE),
     "vllm_tied": ("vllm", "qwen3_tied", False, WIDE),
 }
@@ -437,6 +438,9 @@ def test_requests_that_cannot_be_served_are_refused_up_front(loaded, request_, m
     [
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e-39}, "temperature.*1e-06 to 1e\\+06"),  # in float32 logits over it are infinite
+        ({"temperature": 1e300}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 13}, "max_new_tokens.*12"),
         ({"top_p": 0.0}, "top_p"),
@@ -450,6 +454,13 @@ def test_settings_that_cannot_be_served_are_refused_up_front(loaded, settings, m
     with pytest.raises(ValueError, match=message):
         loaded.add(make_requests(1), sampling(**settings))
     assert loaded.unfinished == 0
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1e-6}, {"temperature": 1e6}, {"top_k": 10**30}, {"top_p": 1e-300}])
+def test_settings_at_their_limits_are_served(loaded, settings):
+    if loaded.name == "vllm" and settings != {"temperature": 1e6}:
+        pytest.skip("it filters nothing, and its lowest temperature is its own")
+    assert len(generate(loaded, make_requests(3), sampling(**settings))) == 3
 
 
 def test_engines_are_found_by_name_or_import_path():

@@ -89,7 +89,7 @@ def test_D16_top_k_cuts_the_choice_and_not_the_logprob():
     assert logprobs.exp().tolist() == pytest.approx([0.3, 0.3, 0.4, 0.4], abs=1e-6)
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.39, [3]), (0.41, [2, 3]), (0.71, [1, 2, 3]), (0.91, [0, 1, 2, 3])])
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-300, [3]), (0.39, [3]), (0.41, [2, 3]), (0.71, [1, 2, 3]), (0.91, [0, 1, 2, 3])])
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     tokens, _ = pick(np.linspace(0, 0.999, 50).tolist(), top_p=top_p, top_k=4)
     assert sorted(set(tokens.tolist())) == kept

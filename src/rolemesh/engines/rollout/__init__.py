@@ -1,4 +1,5 @@
-"""Inference engines behind one protocol (`protocols/engine.py`): `builtin` needs nothing more, `vllm` needs vLLM, `fake` is for tests."""
+"""Inference engines behind one protocol (`protocols/engine.py`): `builtin` needs nothing more, `vllm` and `sglang` need
+vLLM and SGLang, `fake` is for tests."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from rolemesh.registry import check_call, resolve
 ENGINES: Final[Mapping[str, str]] = {
     "builtin": "rolemesh.engines.rollout.builtin:BuiltinEngine",
     "fake": "rolemesh.engines.rollout.fake:FakeEngine",
+    "sglang": "rolemesh.engines.rollout.sglang:SglangEngine",
     "vllm": "rolemesh.engines.rollout.vllm:VllmEngine",
 }
 """Built-in engines, as import paths: each is loaded by those who run it."""

@@ -113,7 +113,7 @@ class BuiltinEngine(Lifecycle):
     def _running(self) -> list[tuple[int, int]]:
         return self._rows.ids
 
-    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._parameters.load(weights)
         self._runner.refresh(keep_rows=self._rows.count > 0)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 from rolemesh.protocols.engine import InFlight, Request, Sampling
+
+COOLEST, HOTTEST = 1e-6, 1e6
+"""Temperatures above 0: logits divided by less than the first may be beyond float32, and then there is nothing to sample from."""
 
 
 def check_requests(
@@ -60,8 +62,8 @@ def check_load(version: int, *, holds: int, running: int, in_flight: InFlight, a
 def _check_sampling(sampling: Sampling, vocabulary: int, max_response_tokens: int) -> None:
     if not 1 <= sampling.max_new_tokens <= max_response_tokens:
         raise ValueError(f"max_new_tokens must be within 1 to {max_response_tokens} (max_response_tokens), got {sampling.max_new_tokens}")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {sampling.temperature}")
+    if not (sampling.temperature == 0 or COOLEST <= sampling.temperature <= HOTTEST):
+        raise ValueError(f"temperature must be 0 (greedy) or within {COOLEST:g} to {HOTTEST:g}, got {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
     if sampling.top_k < 0:

@@ -84,7 +84,7 @@ class FakeEngine(Lifecycle):
     def _running(self) -> list[tuple[int, int]]:
         return [id for id, running in self._held.items() if running.shown]
 
-    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         if self._parameters is not None:
             self._parameters.load(weights)
         else:

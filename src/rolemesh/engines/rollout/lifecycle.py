@@ -41,8 +41,8 @@ class Lifecycle(ABC):
         """One step of computing; begins queued requests only with `admit`."""
 
     @abstractmethod
-    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the weights in and forget what old ones made, except for running sequences."""
+    def _take_over(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy the weights of this version in and forget what old ones made, except for running sequences."""
 
     @abstractmethod
     def _release(self, *, keep_weights: bool) -> None:
@@ -75,7 +75,7 @@ class Lifecycle(ABC):
         check_load(version, holds=self._version, running=len(running), in_flight=in_flight, able=self.in_flight, asleep=asleep)
         ended = self.abort(running) if in_flight == "abort" else []
         self._version = -1
-        self._take_over(weights)
+        self._take_over(weights, version)
         self._version = version
         return ended
 

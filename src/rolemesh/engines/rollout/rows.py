@@ -65,7 +65,7 @@ class RowTable:
         self._limit[rows] = [pending.limit for pending in pendings]
         self._temperature[rows] = [pending.sampling.temperature for pending in pendings]
         self._top_p[rows] = [pending.sampling.top_p for pending in pendings]
-        self._top_k[rows] = [pending.sampling.top_k for pending in pendings]
+        self._top_k[rows] = [min(pending.sampling.top_k, self._vocabulary) for pending in pendings]
         self._stop_set[rows] = [self._stop_index(pending.sampling.stop_token_ids) for pending in pendings]
         seeds = np.array([pending.sampling.seed for pending in pendings], np.uint64)
         starts = np.array([pending.start for pending in pendings], np.uint64)

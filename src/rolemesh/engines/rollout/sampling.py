@@ -83,4 +83,5 @@ def _cut(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tor
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     before = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(weights).scatter_(-1, order, ordered.masked_fill((rank >= top_k) | (before >= top_p), 0.0))
+    cut = (rank >= top_k) | ((before >= top_p) & (rank > 0))  # the likeliest stays, also where top_p is too small for float32
+    return torch.zeros_like(weights).scatter_(-1, order, ordered.masked_fill(cut, 0.0))

@@ -27,12 +27,8 @@ from torch import Tensor
 
 from rolemesh.engines.train.layout import Part
 from rolemesh.errors import DeadlineExceeded
+from rolemesh.models.formats import FORMATS
 
-FORMATS: Final = {
-    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Names of number formats, the widest first."""
 COPY_SECONDS: Final = 600.0
 
 

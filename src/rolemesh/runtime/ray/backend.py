@@ -110,6 +110,9 @@ class RayBackend:
             raise
         return asyncio.run(main)
 
+    def entrust(self, run: str, folder: str) -> None:
+        self._cluster.entrust(folder)
+
     def time(self) -> float:
         return time.monotonic()
 

@@ -111,6 +111,12 @@ class RayCluster:
         """HOST:PORT of the cluster that was joined or started; empty before."""
         return str(ray.get_runtime_context().gcs_address) if self._janitor is not None else ""
 
+    def entrust(self, folder: str) -> None:
+        """Have the janitor remove a folder with the run."""
+        if self._janitor is None:
+            raise RuntimeError("the backend has not started: there is no run whose end would remove the folder")
+        self._janitor.entrust(folder)
+
     def stop(self) -> None:
         """Leave the cluster and end what the run has on this machine, the cluster too if it is the run's own."""
         if self._janitor is not None:
