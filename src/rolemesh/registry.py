@@ -17,6 +17,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`Did you mean 'exact'? `, for a remedy to begin with; empty when no known name is close."""
+    hint = nearest(name, known)
+    return f"Did you mean {hint!r}? " if hint else ""
+
+
 def is_import_path(text: str) -> bool:
     """True for `package.module:attribute`."""
     module, colon, attribute = text.partition(":")
@@ -74,10 +80,9 @@ def resolve(name: str, builtins: Mapping[str, Any], *, subject: str) -> Any:
         return load(found, subject=subject) if isinstance(found, str) else found
     if is_import_path(name):
         return load(name, subject=subject)
-    hint = nearest(name, builtins)
     raise ConfigError.one(
         subject,
         f"must be one of {', '.join(sorted(builtins))} or an import path like my_pkg.module:name",
         repr(name),
-        f"Did you mean {hint!r}?" if hint else "",
+        did_you_mean(name, builtins).rstrip(),
     )

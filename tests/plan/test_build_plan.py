@@ -256,6 +256,11 @@ def test_all_problems_at_once(plan):
     assert all(problem.remedy for problem in found.problems)
 
 
+def test_an_unknown_pool_of_rollout_workers_on_vllm_is_told_like_any_other(plan):
+    found = plan("1x0:16c", "rollout.engine=vllm", "roles.rollout.pool=nowhere")
+    assert [problem.subject for problem in found.problems] == ["roles.rollout.pool"]
+
+
 def test_S27_oversubscription_is_refused_from_eight_cores_on(plan):
     (problem,) = plan("1x0:8c", "pools.main.nodes=[9]").problems
     assert problem.need.startswith("CPU: needs 9, free 8")

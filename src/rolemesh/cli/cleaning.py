@@ -6,11 +6,12 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from rolemesh.cli.options import AsJson, RunsDir
 from rolemesh.config import load_config
 from rolemesh.errors import ConfigError, RolemeshError
 from rolemesh.observe import RunDirectory, find_run
@@ -20,8 +21,17 @@ if TYPE_CHECKING:
     from rolemesh.runtime.ray.sweep import Standing
 
 
-def clean(run: str | None, runs_dir: Path, address: str | None, *, dry_run: bool, force: bool, as_json: bool) -> None:
-    """Free a run, or all that nobody drives or waits for; print what there was."""
+def clean(
+    run: Annotated[str | None, typer.Argument(help="Free this run alone: path, name or its beginning.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    address: Annotated[
+        str | None, typer.Option(help="Look into this Ray cluster too (default: that of the run, if it joined one).")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Free nothing, only list.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also end RUN when it has a driver, and the driver, without saving.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what runs have left on this machine (processes, folders) and free what has no driver any more."""
     from rolemesh.runtime.leftovers import find_leftovers
 
     found = {left.run or str(left.folder): left for left in find_leftovers()}

@@ -7,13 +7,13 @@ import shlex
 import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.cli.options import recipe_and_overrides
+from rolemesh.cli.options import Arguments, AsJson, RunArgument, RunsDir, recipe_and_overrides
 from rolemesh.config import check_config, load_config
 from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.observe import find_run
@@ -45,8 +45,16 @@ def score(sample, **options):
 '''
 
 
-def plan(arguments: list[str], nodes: list[str] | None, *, as_json: bool, live: bool = False) -> int:
-    """Print the plan; returns the exit code, 3 when resources cannot hold it."""
+def plan(
+    arguments: Arguments = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(help="Plan for nodes that need not exist: 2x8 is two nodes with eight GPUs each. Give it again for others."),
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Plan for what is free now on the cluster of `cluster.address`.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """What would run where: roles, pools, nodes, CPUs, memory, sizes, and every problem, without starting anything."""
     config = load_config(*recipe_and_overrides(arguments))
     versions = check_versions(config.rollout.engine)
     problems = [*check_config(config, builtins={"reward.name": list(REWARDS)}), *versions.problems]
@@ -74,16 +82,16 @@ def plan(arguments: list[str], nodes: list[str] | None, *, as_json: bool, live: 
     return ResourceError.exit_code if found.problems else 0
 
 
-def status(run: str | None, runs_dir: Path, *, as_json: bool) -> None:
-    """Print what a run said last of itself."""
+def status(run: RunArgument = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
+    """What a run does now: roles, ranks, nodes, pids, state, current call and since when."""
     directory = find_run(runs_dir, run)
     found: dict[str, Any] = {"run": directory.name, "state": "unknown", "step": 0, "workers": []} | directory.read_status()
     if found["state"] in ACTIVE and not directory.is_running():
         found |= {"state": "dead", "workers": [], "pools": []}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
-        return
-    _show_status(found, Console())
+    else:
+        _show_status(found, Console())
 
 
 def _show_status(found: dict[str, Any], console: Console) -> None:
@@ -118,12 +126,9 @@ def _own_recipe(name: str) -> str:
     return f"# All options: docs/reference/options.md\nname: {named}\n{before}{reward}{mine}{pools}{rest}"
 
 
-def init(folder: Path) -> None:
-    """Write `recipe.yaml` and `rewards.py`; refuses to overwrite."""
-    files = {
-        "recipe.yaml": _own_recipe(folder.resolve().name),
-        "rewards.py": REWARD_EXAMPLE,
-    }
+def init(folder: Annotated[Path, typer.Argument(help="Folder to write into.")] = Path()) -> None:
+    """Write a recipe and a reward function of your own to start from."""
+    files = {"recipe.yaml": _own_recipe(folder.resolve().name), "rewards.py": REWARD_EXAMPLE}
     present = [name for name in files if (folder / name).exists()]
     if present:
         raise ConfigError.one("init", f"{folder} must not hold {' or '.join(files)} yet", ", ".join(present), "Name another folder")

@@ -1,4 +1,4 @@
-"""Commands that start something: train, sft, eval, generate, export. Torch and Ray are loaded inside, after the config was read."""
+"""Commands that start something: train, set, sft, eval, serve, generate, export. They load torch and Ray after the config was read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from rolemesh.cli.options import overrides_only, recipe_and_overrides
+from rolemesh.cli.options import Arguments, AsJson, RunsDir, overrides_only, recipe_and_overrides
 from rolemesh.config import Config, load_config
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.observe import RunDirectory, find_run, write_json
@@ -26,8 +27,14 @@ def _prepare_process() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def train(arguments: list[str], resume: str | None, runs_dir: Path) -> None:
-    """See `rolemesh train --help`."""
+def train(
+    arguments: Arguments = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with this run (path, name or its beginning) from its newest checkpoint.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Train by a recipe (default: the demo). RECIPE is a name or a YAML file, further words are overrides such as trainer.steps=5."""
     directory = None
     if resume is None:
         config = load_config(*recipe_and_overrides(arguments))
@@ -40,8 +47,13 @@ def train(arguments: list[str], resume: str | None, runs_dir: Path) -> None:
     run_training(config, TrainingDisplay(config.name), resume=directory)
 
 
-def change(run: str, overrides: list[str], deadline: float, runs_dir: Path) -> None:
-    """See `rolemesh set --help`."""
+def change(
+    run: Annotated[str, typer.Argument(help="Run: path, name or its beginning.")],
+    overrides: Annotated[list[str], typer.Argument(metavar="key=value ...", help="Options, such as trainer.steps=300.")],
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer of the run.")] = 60.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Change options of a run while it trains, from its next step on: steps, intervals, temperature, KL coefficient."""
     directory = find_run(runs_dir, run)
     _prepare_process()
     from rolemesh.training import settings
@@ -50,8 +62,8 @@ def change(run: str, overrides: list[str], deadline: float, runs_dir: Path) -> N
     typer.echo(f"{directory.name}: {', '.join(overrides)} from step {step} on")
 
 
-def sft(arguments: list[str]) -> None:
-    """See `rolemesh sft --help`."""
+def sft(arguments: Arguments = None) -> None:
+    """Supervised fine-tuning by the `sft` section of a recipe; leaves a Hugging Face folder in the run directory."""
     config = load_config(*recipe_and_overrides(arguments))
     if config.sft is None:
         raise ConfigError.one("sft", "the recipe must have a section `sft`", "none", "Add `sft: {steps: 200}`")
@@ -95,14 +107,27 @@ class Sampling:
         return self.samples, tuple(dict.fromkeys(ks)), temperature
 
 
-def evaluate(arguments: list[str], run: str | None, runs_dir: Path, sampling: Sampling, *, output: Path | None, as_json: bool) -> None:
-    """See `rolemesh eval --help`."""
+def _of_run_or_recipe(arguments: list[str] | None, run: str | None, runs_dir: Path) -> Config:
+    """The config of a recipe, or that of a run with its newest model."""
     if run is None:
-        config = load_config(*recipe_and_overrides(arguments))
-    else:
-        directory = find_run(runs_dir, run)
-        config = load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
-    asked = sampling.checked(config)
+        return load_config(*recipe_and_overrides(arguments))
+    directory = find_run(runs_dir, run)
+    return load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
+
+
+def evaluate(
+    arguments: Arguments = None,
+    run: Annotated[str | None, typer.Option(help="Evaluate the newest checkpoint of this run instead of a recipe's model.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    samples: Annotated[int | None, typer.Option(help="Sample so many answers a prompt, and estimate pass@k from them.")] = None,
+    k: Annotated[str, typer.Option("--k", help="Values of k for pass@k, with commas between them.")] = "1",
+    temperature: Annotated[float | None, typer.Option(help="Temperature of these samples (default: rollout.temperature).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy on the held-out prompts: greedy, or pass@k from several samples. By source where there are several."""
+    config = _of_run_or_recipe(arguments, run, runs_dir)
+    asked = Sampling(samples=samples, k=k, temperature=temperature).checked(config)
     if output is not None:
         _check_output(output)
     _prepare_process()
@@ -118,13 +143,8 @@ def evaluate(arguments: list[str], run: str | None, runs_dir: Path, sampling: Sa
         for name, value in found.items():
             typer.echo(f"{name}: {value:.4g}")
     if output is not None:
-        told = {
-            "model": config.model.path,
-            "samples": asked[0] if asked else 1,
-            "temperature": asked[2] if asked else 0.0,
-            "seed": config.seed,
-        }
-        write_json(output, told | found)
+        samples, _, temperature = asked or (1, (), 0.0)
+        write_json(output, {"model": config.model.path, "samples": samples, "temperature": temperature, "seed": config.seed} | found)
 
 
 def _check_output(file: Path) -> None:
@@ -138,21 +158,27 @@ def _check_output(file: Path) -> None:
         raise ConfigError.one("--output", "must name a file that can be written", f"{problem} ({file})", "Name another file")
 
 
-def serve(arguments: list[str], run: str | None, runs_dir: Path) -> None:
-    """See `rolemesh serve --help`."""
-    if run is None:
-        config = load_config(*recipe_and_overrides(arguments))
-    else:
-        directory = find_run(runs_dir, run)
-        config = load_config(directory.config, [_model_of(directory), *overrides_only(arguments, "--run")])
+def serve(
+    arguments: Arguments = None,
+    run: Annotated[str | None, typer.Option(help="Serve the newest checkpoint of this run instead of a recipe's model.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Serve a model over HTTP, as OpenAI does, until interrupted. (A run in training does so with rollout.serve={}.)"""
+    config = _of_run_or_recipe(arguments, run, runs_dir)
     _prepare_process()
     from rolemesh.training.tasks import run_serving
 
     run_serving(config, TrainingDisplay(config.name))
 
 
-def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: Path) -> None:
-    """See `rolemesh generate --help`."""
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; standard input, a prompt a line, when none are given.")] = None,
+    run: Annotated[str | None, typer.Option(help="Answer with the newest checkpoint of this run (default: the newest run).")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Answer prompts with a trained model, in this process."""
+    prompts = prompts or _lines()
     directory = find_run(runs_dir, run)
     config = load_config(directory.config, [_model_of(directory), "backend=local"])
     _prepare_process()
@@ -162,8 +188,23 @@ def generate(prompts: list[str], run: str | None, temperature: float, runs_dir: 
         typer.echo(answer)
 
 
-def export(which: str, to: Path, step: int | None, dtype: str, runs_dir: Path, *, adapter: bool, force: bool) -> None:
-    """See `rolemesh export --help`."""
+def _lines() -> list[str]:
+    try:
+        return sys.stdin.read().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError.one("prompts", "standard input must be UTF-8 text", str(error)) from error
+
+
+def export(
+    which: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run (path, name or its beginning), or a checkpoint's folder.")],
+    to: Annotated[Path, typer.Option(help="Folder to write: new or empty.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Checkpoint of this step (default: the newest complete one).")] = None,
+    dtype: Annotated[str, typer.Option(help="Number format of the weights: float32 or bfloat16.")] = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, for peft, instead of a merged model.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model or adapter that is there.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write a trained model as a Hugging Face folder, or its adapter as one of peft, and check that they load the same from it."""
     _prepare_process()
     from rolemesh.training.export import plan_export, run_export
 

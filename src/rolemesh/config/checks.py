@@ -15,14 +15,14 @@ from typing import Final
 from rolemesh.config.data_checks import data_problems
 from rolemesh.config.model_files import BUILTIN_MODELS, check_model_files, read_model_facts
 from rolemesh.config.packaged import local_path
-from rolemesh.config.pool_checks import check_pools, check_roles
+from rolemesh.config.pool_checks import check_pools, check_roles, missing_role, multiples_near
 from rolemesh.config.reward_checks import check_reward
 from rolemesh.config.reward_heads import check_language_model
 from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
 from rolemesh.names import ACTOR, CRITIC, REF, ROLLOUT
-from rolemesh.registry import is_import_path, nearest
+from rolemesh.registry import did_you_mean, is_import_path
 
 LONGEST_NAME: Final = 64
 """Characters of a name; with the id of the run behind it, it has to fit into the name of a folder."""
@@ -42,11 +42,6 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     if training:
         problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_folders(config)]
     return problems
-
-
-def _did_you_mean(name: str, known: Collection[str]) -> str:
-    hint = nearest(name, known)
-    return f"Did you mean {hint!r}? " if hint else ""
 
 
 def _folders(config: Config) -> Iterator[Problem]:
@@ -152,18 +147,14 @@ def _tokenizer(text: str) -> Iterator[Problem]:
 
 def _code(config: Config, builtins: Mapping[str, Collection[str]]) -> Iterator[Problem]:
     """Names of built-ins and import paths of user code. Nothing is imported here."""
-    yield from _named("algorithm.name", config.algorithm.name, builtins.get("algorithm.name"))
-    yield from _named("rollout.engine", config.rollout.engine, builtins.get("rollout.engine"))
-    if config.environment is not None:
-        yield from _named("environment.name", config.environment.name, builtins.get("environment.name"))
-        yield from _named("environment.parser", config.environment.parser, builtins.get("environment.parser"))
-        for index, tool in enumerate(config.environment.tools):
-            yield from _named(f"environment.tools.{index}", tool, builtins.get("environment.tools"))
-    for index, reward in enumerate(config.reward):
-        if reward.model is None:
-            yield from _named(f"reward.{index}.name", reward.name, builtins.get("reward.name"))
-    for index, sink in enumerate(config.trainer.sinks):
-        yield from _named(f"trainer.sinks.{index}", sink, builtins.get("trainer.sinks"))
+    names = {"algorithm.name": config.algorithm.name, "rollout.engine": config.rollout.engine}
+    if (environment := config.environment) is not None:
+        names |= {"environment.name": environment.name, "environment.parser": environment.parser}
+        names |= {f"environment.tools.{index}": tool for index, tool in enumerate(environment.tools)}
+    names |= {f"reward.{index}.name": reward.name for index, reward in enumerate(config.reward) if reward.model is None}
+    names |= {f"trainer.sinks.{index}": sink for index, sink in enumerate(config.trainer.sinks)}
+    for subject, name in names.items():
+        yield from _named(subject, name, builtins.get(re.sub(r"\.\d+", "", subject)))
     for name, role in config.roles.items():
         if role.worker is not None and not is_import_path(role.worker):
             yield Problem(
@@ -180,7 +171,7 @@ def _named(subject: str, name: str, known: Collection[str] | None) -> Iterator[P
     listed = f"one of {', '.join(sorted(known))}" if known else "a built-in name"
     dotted = name.replace(":", ".").rpartition(".")
     guess = f"{dotted[0]}:{dotted[2]}"
-    remedy = _did_you_mean(name, known or ()) or (f"Did you mean {guess!r}? " if is_import_path(guess) else "")
+    remedy = did_you_mean(name, known or ()) or (f"Did you mean {guess!r}? " if is_import_path(guess) else "")
     yield Problem(
         subject=subject,
         need=f"must be {listed} or an import path like my_pkg.module:name",
@@ -217,12 +208,7 @@ def _algorithm(config: Config) -> Iterator[Problem]:
 
 def _critic(config: Config) -> Iterator[Problem]:
     if config.algorithm.name == "ppo" and CRITIC not in config.roles:
-        yield Problem(
-            subject="roles.critic",
-            need="algorithm ppo needs a critic",
-            free=f"roles {', '.join(config.roles)}",
-            remedy=f"Add roles.critic.pool={next(iter(config.pools), 'main')}, or set algorithm.name=grpo, which has none",
-        )
+        yield missing_role(config, CRITIC, "algorithm ppo needs a critic", ", or set algorithm.name=grpo, which has none")
     elif config.algorithm.name == "grpo" and CRITIC in config.roles:
         yield Problem(
             subject="roles.critic",
@@ -248,12 +234,8 @@ def _critic(config: Config) -> Iterator[Problem]:
 def _reference(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.kl_coefficient > 0 and REF not in config.roles:
-        yield Problem(
-            subject="roles.ref",
-            need="algorithm.kl_coefficient above 0 needs a reference model",
-            free=f"roles {', '.join(config.roles)}",
-            remedy=f"Add roles.ref.pool={next(iter(config.pools), 'main')}, or set algorithm.kl_coefficient=0",
-        )
+        need = "algorithm.kl_coefficient above 0 needs a reference model"
+        yield missing_role(config, REF, need, ", or set algorithm.kl_coefficient=0")
     if algorithm.kl_target is not None and algorithm.kl_coefficient == 0:
         yield Problem(
             subject="algorithm.kl_target",
@@ -300,20 +282,13 @@ def _batches(config: Config) -> Iterator[Problem]:
         )
     elif prompts % parts:
         divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
-        near_parts = _around(parts, divisors)
-        near_prompts = _around(prompts, [prompts // parts * parts, (prompts // parts + 1) * parts])
+        near_parts = f"{max(n for n in divisors if n < parts)} or {min(n for n in divisors if n > parts)}"
         yield Problem(
             subject="trainer.minibatches",
             need=f"must divide trainer.prompts_per_step ({prompts})",
             free=str(parts),
-            remedy=f"Nearest valid: trainer.minibatches={near_parts}, or trainer.prompts_per_step={near_prompts}",
+            remedy=f"Nearest valid: trainer.minibatches={near_parts}, or trainer.prompts_per_step={multiples_near(prompts, parts)}",
         )
-
-
-def _around(value: int, valid: list[int]) -> str:
-    below = max(n for n in valid if n < value)
-    above = min(n for n in valid if n > value)
-    return f"{below} or {above}"
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

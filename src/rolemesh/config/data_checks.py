@@ -11,7 +11,7 @@ from typing import Final
 from rolemesh.config.packaged import PACKAGE, local_path
 from rolemesh.config.schema import Config, SourceConfig
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean
 
 DATA_SUFFIXES: Final = (".parquet", ".jsonl")
 REASONING_GYM: Final = "reasoning_gym"
@@ -76,8 +76,7 @@ def _source(subject: str, text: str) -> Iterator[Problem]:
             remedy=f"Convert the file to one of these formats.{task}",
         )
     elif not path.is_file():
-        hint = nearest(path.name, [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else [])
-        guess = f"Did you mean {hint!r}? " if hint else ""
+        guess = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
         yield Problem(
             subject=subject,
             need="the file must exist",

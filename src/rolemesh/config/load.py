@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -20,7 +22,7 @@ from rolemesh.config.overrides import Tree, apply_override, merge
 from rolemesh.config.schema import Config
 from rolemesh.config.yaml_text import YamlProblem, dump_yaml, parse_yaml, show
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean, nearest
 
 RECIPES_DIR: Final = Path(__file__).parent.parent / "recipes"
 DEFAULT_RECIPE: Final = "demo"
@@ -42,12 +44,11 @@ def load_config(recipe: str | os.PathLike[str] | None = None, overrides: Sequenc
     """
     problems: list[Problem] = []
     tree: Tree = Config().model_dump(mode="json")
-    path, problem = _recipe_file(DEFAULT_RECIPE if recipe is None else os.fspath(recipe), recipes_dir)
-    if problem is None:
-        layer, problem = _read_layer(path)
+    try:
+        layer = _read_layer(_recipe_file(DEFAULT_RECIPE if recipe is None else os.fspath(recipe), recipes_dir))
         tree = copy.deepcopy(merge(Config, tree, layer))
-    if problem is not None:
-        problems.append(problem)
+    except ConfigError as error:
+        problems += error.problems
     problems += [found for text in overrides if (found := apply_override(tree, text)) is not None]
     config, wrong = _validate(tree)
     problems += wrong
@@ -61,48 +62,32 @@ def dump_config(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def _recipe_file(recipe: str, recipes_dir: Path) -> tuple[Path, Problem | None]:
-    path = Path(recipe).expanduser()
-    looks_like_path = path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file()
-    if not looks_like_path:
-        names = recipe_names(recipes_dir)
-        if recipe in names:
-            return recipes_dir / f"{recipe}.yaml", None
-        hint = nearest(recipe, names)
-        remedy = f"Did you mean {hint!r}? " if hint else ""
-        return path, Problem(
-            subject="recipe",
-            need=f"must be one of {', '.join(names) or '(none installed)'} or the path of a YAML file",
-            free=repr(recipe),
-            remedy=f"{remedy}Give one of these names, or a path that ends in .yaml",
-        )
+def _recipe_file(recipe: str, recipes_dir: Path) -> Path:
+    path, names = Path(recipe).expanduser(), recipe_names(recipes_dir)
     if path.is_file():
-        return path, None
-    hint = nearest(path.name, (other.name for other in path.parent.glob("*.y*ml")))
-    remedy = (
-        f"Did you mean {str(path.parent / hint)!r}?" if hint else f"Check the path; recipes by name: {', '.join(recipe_names(recipes_dir))}"
-    )
-    return path, Problem(subject="recipe", need="the file must exist", free=f"no file {str(path)!r}", remedy=remedy)
+        return path
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        hint = nearest(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+        remedy = f"Did you mean {str(path.parent / hint)!r}?" if hint else f"Check the path; recipes by name: {', '.join(names)}"
+        raise ConfigError.one("recipe", "the file must exist", f"no file {str(path)!r}", remedy)
+    if recipe in names:
+        return recipes_dir / f"{recipe}.yaml"
+    need = f"must be one of {', '.join(names) or '(none installed)'} or the path of a YAML file"
+    remedy = f"{did_you_mean(recipe, names)}Give one of these names, or a path that ends in .yaml"
+    raise ConfigError.one("recipe", need, repr(recipe), remedy)
 
 
-def _read_layer(path: Path) -> tuple[Tree, Problem | None]:
+def _read_layer(path: Path) -> Tree:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except YamlProblem as error:
         subject = f"{path} line {error.line}, column {error.column}"
-        return {}, Problem(subject=subject, need="must be valid YAML", free=error.reason, remedy="Correct this line, or the one above it")
+        raise ConfigError.one(subject, "must be valid YAML", error.reason, "Correct this line, or the one above it") from error
     except (OSError, UnicodeDecodeError) as error:
-        return {}, Problem(subject=str(path), need="must be a readable UTF-8 text file", free=str(error), remedy="Check the file")
-    if data is None:
-        return {}, None
-    if not isinstance(data, dict):
-        return {}, Problem(
-            subject=str(path),
-            need="must be a mapping of sections",
-            free=show(data),
-            remedy="Write for example `trainer: {steps: 5}`",
-        )
-    return data, None
+        raise ConfigError.one(str(path), "must be a readable UTF-8 text file", str(error), "Check the file") from error
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError.one(str(path), "must be a mapping of sections", show(data), "Write for example `trainer: {steps: 5}`")
+    return data or {}
 
 
 def _validate(tree: Tree) -> tuple[Config | None, list[Problem]]:
@@ -116,14 +101,8 @@ def _validate(tree: Tree) -> tuple[Config | None, list[Problem]]:
             place = locate(item["loc"])
             # Several errors of one option (the branches of a union, the items of a list) are one problem for the user.
             missing = item["type"] == "missing" and item["loc"] == place.keys  # else a part of its value is
-            problems.setdefault(place.dotted, _missing(place) if missing else _problem(place, _value_at(tree, place.keys)))
+            problems.setdefault(place.dotted, _missing(place) if missing else _problem(place, reduce(getitem, place.keys, cast(Any, tree))))
         return None, list(problems.values())
-
-
-def _value_at(tree: Any, keys: Iterable[str | int]) -> Any:
-    for key in keys:
-        tree = tree[key]
-    return tree
 
 
 def _missing(place: Place) -> Problem:
@@ -155,8 +134,9 @@ def _branch_remedy(place: Place, value: Any) -> str:
 
 def _value_remedy(place: Place, value: Any) -> str:
     assert place.info is not None, "only an entry has no info, and that is a branch"
-    if isinstance(value, str) and (hint := nearest(value, _choices(words_of(place.info)))):
-        return f"Did you mean {hint!r}?"
+    words = words_of(place.info)
+    if isinstance(value, str) and words.startswith("one of ") and (hint := did_you_mean(value, words[7:].split(", "))):
+        return hint.rstrip()
     if place.info.annotation is str and isinstance(value, int | float):
         return f'Put it in quotes: "{show(value)}"'
     if not isinstance(value, list) and _fits(place.info, [value]):
@@ -172,11 +152,6 @@ def _fits(info: FieldInfo, value: Any) -> bool:
     except ValidationError:
         return False
     return True
-
-
-def _choices(words: str) -> list[str]:
-    """The choices named in the words of a type (`one of linear, cosine`)."""
-    return words.removeprefix("one of ").split(", ") if words.startswith("one of ") else []
 
 
 def _unknown(place: Place, value: Any) -> Problem:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolemesh.config.gguf_header import GgufHeader, read_gguf_header
-from rolemesh.config.model_sizes import Sizes, count_parameters, head_dim, is_tied
+from rolemesh.config.model_sizes import ModelFacts as ModelFacts
+from rolemesh.config.model_sizes import counted, head_dim, is_tied
 from rolemesh.config.packaged import PACKAGE, local_path
 from rolemesh.errors import ConfigError
 from rolemesh.registry import nearest
@@ -23,61 +24,6 @@ BUILTIN_MODELS: Final[dict[str, Path]] = {"tiny": Path(__file__).parent.parent /
 GGUF: Final = ".gguf"
 GENERATION: Final = "generation_config.json"
 """What a folder may say of how its model is used: the tokens that end an answer, and sampling that it recommends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """Sizes of a decoder-only language model."""
-
-    family: str
-    """`model_type` of config.json, or `general.architecture` of a GGUF file."""
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    """Input and output embeddings are one tensor."""
-    parameters: int
-    """Number of parameters: exact for the architectures of `model_sizes.py`, an estimate for others."""
-    active_parameters: int = 0
-    """Parameters that one token passes through: fewer than `parameters` in a mixture of experts; 0 when all do."""
-    experts: int = 0
-    """Experts of one token; 0 without a mixture."""
-    mlp_size: int = 0
-    """Intermediate numbers of one token over all its experts; 0 when that is `intermediate`."""
-    plain_head: bool = True
-    """Logits are the output layer's and nothing else, so that they can be computed for some positions only."""
-    context: int = 0
-    """Most tokens of a sequence; 0 when the config does not say."""
-
-    @property
-    def width(self) -> int:
-        """Numbers of one token in the wider of residual stream and attention."""
-        return max(self.hidden, self.heads * self.head_dim)
-
-    @property
-    def mlp_width(self) -> int:
-        """Intermediate numbers of one token."""
-        return self.mlp_size or self.intermediate
-
-    @property
-    def body_parameters(self) -> int:
-        """Parameters without a separate output layer, and with one number out: a critic's."""
-        return self.parameters - (0 if self.tied else self.vocab * self.hidden) + self.hidden + 1
-
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of an adapter of all linear layers: rank * (inputs + outputs) of each. Fewer when it has fewer layers."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * (self.hidden + query) + 2 * (self.hidden + key_value)
-        return self.layers * rank * (attention + 3 * (self.hidden + self.mlp_width))
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters that every token is multiplied with: active ones without embeddings and output layer."""
-        return (self.active_parameters or self.parameters) - self.vocab * self.hidden * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,35 +203,21 @@ def _facts(data: Mapping[str, Any], file: Path) -> ModelFacts:
     hidden = _size(data, file, "hidden_size", "n_embd", "d_model")
     heads = _size(data, file, "num_attention_heads", "n_head", "num_heads")
     family = str(data.get("model_type", ""))
-    sizes = Sizes(
+    sizes = ModelFacts(
         family=family,
         layers=_size(data, file, "num_hidden_layers", "n_layer", "num_layers"),
         hidden=hidden,
-        query=heads * head_dim(family, data, hidden, heads),
-        key_value=int(data.get("num_key_value_heads") or heads) * head_dim(family, data, hidden, heads),
+        heads=heads,
+        kv_heads=int(data.get("num_key_value_heads") or heads),
         head_dim=head_dim(family, data, hidden, heads),
         intermediate=int(data.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden),
         vocab=_size(data, file, "vocab_size"),
         tied=is_tied(family, data),
-    )
-    counted = count_parameters(sizes, data)
-    return ModelFacts(
-        family=family,
-        layers=sizes.layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=sizes.key_value // sizes.head_dim,
-        head_dim=sizes.head_dim,
-        intermediate=sizes.intermediate,
-        vocab=sizes.vocab,
-        tied=sizes.tied,
-        parameters=counted.parameters,
-        active_parameters=counted.active if counted.active != counted.parameters else 0,
-        experts=counted.experts,
-        mlp_size=counted.mlp_size,
+        parameters=0,
         plain_head=not any(data.get(key) not in (None, 1, 1.0) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")),
         context=int(data.get("max_position_embeddings") or data.get("n_positions") or 0),
     )
+    return counted(sizes, data)
 
 
 def _size(data: Mapping[str, Any], file: Path, *keys: str) -> int:

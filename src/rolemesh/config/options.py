@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from rolemesh.config.schema import Config, Section
@@ -55,6 +54,12 @@ def branch(annotation: Any) -> Branch | None:
     return None
 
 
+def field_branch(model: type[Section], name: str) -> Branch | None:
+    """The same of an option of a section; None for an unknown one too."""
+    info = model.model_fields.get(name)
+    return branch(info.annotation) if info is not None else None
+
+
 def placeholder(name: str, found: Branch) -> str:
     """What stands for the user's own part of a dotted name: `<role>` below `roles`, `<n>` for the index of a list."""
     return "<n>" if found.kind == "list" else f"<{name.removesuffix('s')}>"
@@ -65,14 +70,10 @@ def options(model: type[Section] = Config, prefix: str = "") -> Iterator[Option]
     for name, info in model.model_fields.items():
         found = branch(info.annotation)
         place = prefix + name
-        if found is None:
+        if found is None or (found.kind != "section" and found.model.short is not None):  # then a text will do, so the list is one itself
             yield Option(name=place, words=words_of(info), default=default_text(info), help=info.description or "")
-        elif found.kind == "section":
-            yield from options(found.model, f"{place}.")
-        else:
-            if found.model.short is not None:  # a text will do, so the list is an option itself
-                yield Option(name=place, words=words_of(info), default=default_text(info), help=info.description or "")
-            yield from options(found.model, f"{place}.{placeholder(name, found)}.")
+        if found is not None:
+            yield from options(found.model, f"{place}." if found.kind == "section" else f"{place}.{placeholder(name, found)}.")
 
 
 def option_names() -> list[str]:
@@ -93,12 +94,8 @@ def default_text(info: FieldInfo) -> str:
     return "not set" if value is None else show(value)
 
 
-_BOUNDS: tuple[tuple[type, str, str], ...] = (
-    (annotated_types.Gt, "gt", "above"),
-    (annotated_types.Ge, "ge", "of at least"),
-    (annotated_types.Lt, "lt", "below"),
-    (annotated_types.Le, "le", "of at most"),
-)
+_BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+"""Words for the bounds of `annotated_types`, by the name of their field."""
 
 _NOUNS: Mapping[Any, str] = {
     bool: "true or false",
@@ -112,8 +109,7 @@ _NOUNS: Mapping[Any, str] = {
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    texts = [f"{word} {getattr(item, field)}" for kind, field, word in _BOUNDS for item in metadata if isinstance(item, kind)]
-    return " and ".join(texts)
+    return " and ".join(f"{word} {getattr(item, name)}" for name, word in _BOUNDS.items() for item in metadata if hasattr(item, name))
 
 
 def _flatten(metadata: Sequence[Any]) -> list[Any]:
@@ -132,12 +128,9 @@ def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         # A bound given for the whole union belongs to its number, never to null.
         return " or ".join(type_words(argument, metadata) for argument in arguments)
     found = branch(annotation)
-    if found is not None and found.kind == "list":
-        return f"{'text or ' if found.model.short else ''}a list, each item a mapping of options"
-    if found is not None and found.kind == "mapping":
-        return "a mapping of names to options"
     if found is not None:
-        return "a mapping of options"
+        listed = f"{'text or ' if found.model.short else ''}a list, each item a mapping of options"
+        return {"list": listed, "mapping": "a mapping of names to options", "section": "a mapping of options"}[found.kind]
     if origin is dict:
         return "a mapping of names to values"
     if origin is tuple and arguments[-1] is ...:
@@ -180,7 +173,7 @@ def locate(path: Sequence[str | int], model: type[Section] = Config) -> Place:
         info = section.model_fields.get(key)
         generic += key
         index += 1
-        found = branch(info.annotation) if info is not None else None
+        found = field_branch(section, key)
         if found is None or index == len(path):
             return Place(keys=tuple(path[:index]), generic=generic, section=section, info=info)
         if found.kind != "section":

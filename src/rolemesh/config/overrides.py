@@ -12,7 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
-from rolemesh.config.options import Branch, branch, locate
+from rolemesh.config.options import Branch, field_branch, locate
 from rolemesh.config.schema import Config, Section, spelled_out
 from rolemesh.config.yaml_text import YamlProblem, parse_yaml, show
 from rolemesh.errors import Problem
@@ -22,31 +22,23 @@ Tree = dict[str, Any]
 
 def merge(model: type[Section], base: Mapping[str, Any], layer: Mapping[str, Any]) -> Tree:
     """`base` with `layer` laid over it. Neither is changed."""
-    merged = dict(base)
-    for key, value in layer.items():
-        info = model.model_fields.get(key)
-        found = branch(info.annotation) if info is not None else None
-        merged[key] = value if found is None else _merged_branch(found, merged.get(key), value)
-    return merged
+    return {**base, **{key: _merged(field_branch(model, key), base.get(key), value) for key, value in layer.items()}}
 
 
-def _merged_branch(found: Branch, old: Any, value: Any) -> Any:
+def _merged(found: Branch | None, old: Any, value: Any) -> Any:
+    """What becomes of `old` when `value` is given in its place; `found` is what the schema knows of the place."""
+    if found is None:
+        return value
     if found.kind == "section":
         if value is None and not found.optional:
             return old  # `trainer:` with nothing below it keeps the section as it is
         return merge(found.model, old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
+    entry = Branch(kind="section", model=found.model)  # `critic:` with nothing below it means all defaults
     if found.kind == "mapping" and isinstance(value, Mapping):
-        return {name: _entry(found.model, part) for name, part in value.items()}
+        return {name: _merged(entry, {}, part) for name, part in value.items()}
     if found.kind == "list" and isinstance(listed := spelled_out(found.model, value), list):
-        return [_entry(found.model, part) for part in listed]
+        return [_merged(entry, {}, part) for part in listed]
     return value
-
-
-def _entry(model: type[Section], value: Any) -> Any:
-    """An entry of a mapping or list of sections; `critic:` with nothing below it means all defaults."""
-    if value is None:
-        return {}
-    return merge(model, {}, value) if isinstance(value, Mapping) else value
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:
@@ -64,7 +56,7 @@ def apply_override(tree: Tree, text: str) -> Problem | None:
         return Problem(subject=f"override {text!r}", need="options take no prefix", free=repr(key), remedy=f"Write {bare}={raw}")
     path = key.split(".")
     value, problem = _parse_value(path, key, raw)
-    return problem or _set(tree, Config, path, value, key)
+    return problem or _set(tree, Branch(kind="section", model=Config), path, value, key)
 
 
 def _parse_value(path: list[str], key: str, raw: str) -> tuple[Any, Problem | None]:
@@ -87,78 +79,39 @@ def _parse_value(path: list[str], key: str, raw: str) -> tuple[Any, Problem | No
         )
 
 
-def _set(tree: Any, model: type[Section], path: list[str], value: Any, key: str) -> Problem | None:
+def _set(holder: Any, found: Branch | None, path: list[str], value: Any, key: str) -> Problem | None:
+    """Lay `value` on the part of `holder` that `path` leads to; `found` is what the schema knows of the holder, None for free data.
+
+    A recipe's value of the wrong type is left as it is, and so are unknown options: the validation reports them.
+    """
     name, rest = path[0], path[1:]
-    if not isinstance(tree, dict):
-        return None  # the recipe's value here has the wrong type, which the validation reports
-    info = model.model_fields.get(name)
-    found = branch(info.annotation) if info is not None else None
+    at: Any = name
+    if (found is None and isinstance(holder, list)) or (found is not None and found.kind == "list"):
+        if not isinstance(holder, list):
+            return None
+        # One past the end of a list of sections appends, so that `reward.1.name=exact` adds a second reward.
+        if not (name.isascii() and name.isdigit() and int(name) < len(holder) + (found is not None)):
+            return _index_problem(key, name, len(holder))
+        at = int(name)
+        holder += [{}] if at == len(holder) else []
+    elif not isinstance(holder, dict):
+        return None
+    old, inner = holder[at] if isinstance(holder, list) else holder.get(at), None
+    if found is not None:
+        inner = field_branch(found.model, name) if found.kind == "section" else Branch(kind="section", model=found.model)
     if not rest:
-        tree[name] = value if found is None else _merged_branch(found, tree.get(name), value)
+        if value is None and found is not None and found.kind == "mapping":
+            holder.pop(name, None)
+        else:
+            holder[at] = _merged(inner, old, value)
         return None
-    if found is None:
-        if info is None or isinstance(tree.get(name), dict):
-            return _set_plain(tree, path, value, key)
-        return _set_item(tree, name, rest, value, key)
-    if found.kind == "section":
-        if tree.get(name) is None:
-            tree[name] = {}
-        return _set(tree[name], found.model, rest, value, key)
-    holder: Any = tree.get(name)
-    entry, rest = rest[0], rest[1:]
-    if found.kind == "list":
-        return _set_list(holder, entry, rest, value, key, found.model)
-    if not isinstance(holder, dict):
-        return None
-    if not rest and value is None:
-        holder.pop(entry, None)
-        return None
-    if not rest:
-        holder[entry] = _merged_branch(Branch(kind="section", model=found.model), holder.get(entry) or {}, value)
-        return None
-    return _set(holder.setdefault(entry, {}), found.model, rest, value, key)
-
-
-def _set_list(holder: Any, entry: str, rest: list[str], value: Any, key: str, model: type[Section]) -> Problem | None:
-    if not isinstance(holder, list):
-        return None
-    # One past the end appends, so that `reward.1.name=exact` adds a second reward.
-    index = _index(entry, len(holder) + 1)
-    if index is None:
-        return _index_problem(key, entry, len(holder))
-    if index == len(holder):
-        holder.append({})
-    if not rest:
-        holder[index] = _merged_branch(Branch(kind="section", model=model), holder[index], value)
-        return None
-    return _set(holder[index], model, rest, value, key)
-
-
-def _set_item(tree: Tree, name: str, rest: list[str], value: Any, key: str) -> Problem | None:
-    """Change one item of a plain list (`trainer.betas.1=0.95`)."""
-    items = tree.get(name)
-    if not isinstance(items, list) or len(rest) > 1:
+    free = inner is None and (found is None or name not in found.model.model_fields)
+    if (free and not isinstance(old, dict)) or (old is None and inner is not None and inner.kind == "section"):
+        holder[at] = old = {}
+    if inner is None and not isinstance(old, dict) and (not isinstance(old, list) or len(rest) > 1):
         place = key.removesuffix("." + ".".join(rest))
-        return Problem(subject=key, need=f"{place} holds a single value and has no parts", free=show(items), remedy=f"Write {place}=VALUE")
-    index = _index(rest[0], len(items))
-    if index is None:
-        return _index_problem(key, rest[0], len(items))
-    items[index] = value
-    return None
-
-
-def _set_plain(tree: Tree, path: list[str], value: Any, key: str) -> Problem | None:
-    """Set a key in free-form data (`data.options.max_terms=2`) or below an unknown option, which the validation reports."""
-    for part in path[:-1]:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    tree[path[-1]] = value
-    return None
-
-
-def _index(text: str, length: int) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and int(text) < length else None
+        return Problem(subject=key, need=f"{place} holds a single value and has no parts", free=show(old), remedy=f"Write {place}=VALUE")
+    return _set(old, inner, rest, value, key)
 
 
 def _index_problem(key: str, entry: str, length: int) -> Problem:

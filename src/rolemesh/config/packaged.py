@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from rolemesh.errors import ConfigError
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean
 
 PACKAGE: Final = "package:"
 
@@ -47,8 +47,6 @@ def _roots(package: str, subject: str) -> list[Path]:
 
 def _no_such_file(subject: str, roots: list[Path], inside: str) -> ConfigError:
     there = [str(path.relative_to(root)) for root in roots for path in (root / inside).parent.glob("*") if path.suffix != ".py"]
-    hint = nearest(inside, there)
     found = ", ".join(sorted(there)[:10]) or "nothing"
-    remedy = f"Did you mean {hint!r}?" if hint else ""
     where = ", ".join(map(str, roots)) or "a package without files of its own"
-    return ConfigError.one(subject, f"{where} must hold {inside}", found, remedy)
+    return ConfigError.one(subject, f"{where} must hold {inside}", found, did_you_mean(inside, there).rstrip())

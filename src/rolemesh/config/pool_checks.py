@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from rolemesh.config.schema import Config, PoolConfig, RoleConfig
 from rolemesh.errors import Problem
 from rolemesh.names import ACTOR, BUILTIN_ROLES, CRITIC, REF, REWARD, ROLLOUT
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean
 
 REQUIRED_ROLES: Final = (ACTOR, ROLLOUT, REWARD)
-
-
-def _did_you_mean(name: str, known: Collection[str]) -> str:
-    hint = nearest(name, known)
-    return f"Did you mean {hint!r}? " if hint else ""
 
 
 def check_pools(config: Config) -> Iterator[Problem]:
@@ -39,7 +34,7 @@ def check_pools(config: Config) -> Iterator[Problem]:
                 remedy="Write for example [2] for one node with two slots, or auto",
             )
         yield from _devices(name, pool)
-        if pool.capacity_factor > 1 and all(role in config.process_roles for role, entry in config.roles.items() if entry.pool == name):
+        if pool.capacity_factor > 1 and not config.slot_roles(name):
             yield Problem(
                 subject=f"pools.{name}.capacity_factor",
                 need=f"must be 1 for a pool that only {REWARD} uses: it has no slots, and so no spare ones",
@@ -96,29 +91,30 @@ def _shared(name: str, pool: PoolConfig) -> Iterator[Problem]:
         )
 
 
+def missing_role(config: Config, name: str, need: str, otherwise: str = "") -> Problem:
+    """The problem that a role is not there which something needs."""
+    remedy = f"Add roles.{name}.pool={next(iter(config.pools), 'main')}{otherwise}"
+    return Problem(subject=f"roles.{name}", need=need, free=f"roles {', '.join(config.roles) or 'none'}", remedy=remedy)
+
+
 def check_roles(config: Config) -> Iterator[Problem]:
     for name in REQUIRED_ROLES:
         if name not in config.roles:
-            yield Problem(
-                subject=f"roles.{name}",
-                need="this role is required",
-                free=f"roles {', '.join(config.roles) or 'none'}",
-                remedy=f"Add roles.{name}.pool={next(iter(config.pools), 'main')}",
-            )
+            yield missing_role(config, name, "this role is required")
     for name, role in config.roles.items():
         if name not in BUILTIN_ROLES and role.worker is None:
             yield Problem(
                 subject=f"roles.{name}",
                 need=f"must be one of {', '.join(BUILTIN_ROLES)}, or give its own worker class",
                 free=repr(name),
-                remedy=f"{_did_you_mean(name, BUILTIN_ROLES)}For a role of your own set roles.{name}.worker=my_pkg.module:MyWorker",
+                remedy=f"{did_you_mean(name, BUILTIN_ROLES)}For a role of your own set roles.{name}.worker=my_pkg.module:MyWorker",
             )
         if role.pool not in config.pools:
             yield Problem(
                 subject=f"roles.{name}.pool",
                 need=f"must name a pool: {', '.join(config.pools)}",
                 free=repr(role.pool),
-                remedy=f"{_did_you_mean(role.pool, config.pools)}Add the pool, or name one that exists",
+                remedy=f"{did_you_mean(role.pool, config.pools)}Add the pool, or name one that exists",
             )
         if role.cpus is not None and name not in config.process_roles:
             yield Problem(
@@ -157,7 +153,7 @@ def _tensor_parallel(config: Config, name: str, role: RoleConfig) -> Iterator[Pr
     if config.backend == "local":
         yield Problem(subject=subject, need="must be 1: backend local runs one process", free=str(size), remedy="Set backend=ray")
     if role.workers != "auto" and role.workers % size:
-        near = _multiples_near(role.workers, size)
+        near = multiples_near(role.workers, size)
         yield Problem(
             subject=f"roles.{name}.workers",
             need=f"must be a multiple of {subject} ({size})",
@@ -173,7 +169,7 @@ def _tensor_parallel(config: Config, name: str, role: RoleConfig) -> Iterator[Pr
             subject=subject,
             need=f"{size} must divide the slots of each node of pool {role.pool}: ranks that share a model never lie on different nodes",
             free=f"pools.{role.pool}.nodes={list(pool.nodes)}",
-            remedy=f"Nearest valid instead of {uneven[0]} slots: {_multiples_near(uneven[0], size)}",
+            remedy=f"Nearest valid instead of {uneven[0]} slots: {multiples_near(uneven[0], size)}",
         )
     if pool.share > 1:
         yield Problem(
@@ -184,6 +180,6 @@ def _tensor_parallel(config: Config, name: str, role: RoleConfig) -> Iterator[Pr
         )
 
 
-def _multiples_near(value: int, size: int) -> str:
+def multiples_near(value: int, size: int) -> str:
     below = value // size * size
     return f"{below} or {below + size}" if below else str(size)

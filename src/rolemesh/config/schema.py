@@ -359,6 +359,10 @@ class Config(Section):
         """Roles with processes of their own beside the slots: rewards that need no model."""
         return () if self.reward_models else (REWARD,)
 
+    def slot_roles(self, pool: str) -> dict[str, RoleConfig]:
+        """Roles whose workers are in the slots of a pool."""
+        return {name: role for name, role in self.roles.items() if role.pool == pool and name not in self.process_roles}
+
     @property
     def ref_is_actor(self) -> bool:
         """The reference is the actor without its adapter, served by the same workers: it has no model of its own."""

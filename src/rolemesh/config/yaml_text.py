@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
-_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)$")
-_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
-
-
 MOST_VALUES = 100_000
 """What a text may stand for when its aliases are written out."""
 
@@ -37,7 +32,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
+            if key_node.tag == f"{_TAG}merge":
                 continue
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
@@ -52,21 +47,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=True)
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, Any]:
-    return loader.construct_mapping(node, deep=True)
-
-
-def _sequence(loader: _Loader, node: yaml.SequenceNode) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-_Loader.add_constructor("tag:yaml.org,2002:seq", _sequence)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+_TAG = "tag:yaml.org,2002:"
+_Loader.add_constructor(f"{_TAG}map", lambda loader, node: loader.construct_mapping(cast(yaml.MappingNode, node), deep=True))
+_Loader.add_constructor(f"{_TAG}seq", lambda loader, node: loader.construct_sequence(cast(yaml.SequenceNode, node), deep=True))
+for _name, _form, _first in (
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("merge", re.compile(r"^<<$"), ["<"]),
+):
+    _Loader.add_implicit_resolver(_TAG + _name, _form, _first)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -76,13 +67,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
 
 
 def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
     # PyYAML takes some of these for line breaks and would fold them; escaped in double quotes they survive.
     style = '"' if any(not (char.isprintable() or char == "\n") for char in value) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+    return dumper.represent_scalar(f"{_TAG}str", value, style=style)
 
 
 _Dumper.add_representer(str, _text)

@@ -7,12 +7,12 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rolemesh.data.saved import data_files, read_saved_dataset
+from rolemesh.config.schema import DataConfig, SourceConfig
 from rolemesh.data.sources import Problem
 from rolemesh.errors import ConfigError
 from rolemesh.errors import Problem as Wrong
@@ -20,50 +20,35 @@ from rolemesh.registry import nearest
 
 SOURCE_KEY: Final = "source"
 """Column that names the data source of a row; without it the file's stem does."""
+STATE: Final = "state.json"
+"""What `Dataset.save_to_disk` of Hugging Face leaves beside Arrow streams, which it lists in order. A `DatasetDict` is a folder with one
+such folder for each split."""
 
 Row = dict[str, Any]
-
-
-class _Rows(Protocol):
-    columns: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Row]: ...
-    def row(self, index: int) -> Row: ...
 
 
 class FileSource:
     """The rows of one file or saved dataset. Columns other than prompt, answer and source go into `Problem.task`.
 
-    `name` is the source of every row; without it that of the column `source`, or `label`. `options` is the option that holds the keys,
-    for messages. Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those there are), and
-    for rows whose prompt, answer or source cannot be used, counted by reason.
+    `given` is the entry of `data`, whose name, if it has one, is the source of every row. `config` has the keys, `options` is the option
+    that holds them, for messages. Raises ConfigError for a file that is missing, empty or unreadable, for missing columns (naming those
+    there are), and for rows whose prompt, answer or source cannot be used, counted by reason.
     """
 
     generated: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        prompt_key: str,
-        answer_key: str,
-        subject: str,
-        label: str | None = None,
-        name: str | None = None,
-        options: str = "data",
-    ) -> None:
+    def __init__(self, path: Path, given: SourceConfig, config: DataConfig, *, subject: str, options: str) -> None:
         if not path.exists():
             raise ConfigError.one(subject, "the file must exist", f"no file {path}", f"Paths are relative to {Path.cwd()}")
-        self.name = name or label or path.stem
-        self._given_name, self._options = name, options
-        self._prompt_key, self._answer_key = prompt_key, answer_key
-        self._rows: _Rows = _JsonLines(path, subject) if path.suffix == ".jsonl" else _Table(path, subject)
+        self.name = given.label
+        self._given_name, self._options = given.name, options
+        self._prompt_key, self._answer_key = config.prompt_key, config.answer_key
+        self._rows: _JsonLines | _Table = _JsonLines(path, subject) if path.suffix == ".jsonl" else _Table(path, subject)
         if not len(self._rows):
             raise ConfigError.one(subject, "must hold at least one problem", f"no rows in {path}")
         self._check_columns(path, subject)
         self._summary = self._check_rows(path, subject)
-        self._fingerprint = hashlib.sha256(f"{_digest(path)} {prompt_key} {answer_key}".encode()).hexdigest()
+        self._fingerprint = hashlib.sha256(f"{_digest(path)} {self._prompt_key} {self._answer_key}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,6 +58,9 @@ class FileSource:
         prompt, answer = row.pop(self._prompt_key), _answer(row.pop(self._answer_key, None))
         source = row.pop(SOURCE_KEY, self.name)
         return Problem(prompt=prompt, answer=answer, task=row, source=self._given_name or source)
+
+    def _source(self, row: Row) -> Any:
+        return self._given_name or row.get(SOURCE_KEY, self.name)
 
     def fingerprint(self) -> str:
         """Covers the bytes of the file and the keys, not its path."""
@@ -86,8 +74,7 @@ class FileSource:
         for option, key in ((f"{self._options}.prompt_key", self._prompt_key), (f"{self._options}.answer_key", self._answer_key)):
             if key not in self._rows.columns:
                 hint = nearest(key, self._rows.columns)
-                guess = f"Did you mean {hint}? " if hint else ""
-                remedy = f"{guess}Set {option} to one of them"
+                remedy = (f"Did you mean {hint}? " if hint else "") + f"Set {option} to one of them"
                 if option.endswith(".answer_key"):
                     remedy += "; problems without a reference answer need the column with nulls in it"
                 found = f"columns {', '.join(self._rows.columns)}"
@@ -100,27 +87,23 @@ class FileSource:
         bad: Counter[str] = Counter()
         first: dict[str, int] = {}
         summary: dict[str, Counter[str]] = defaultdict(Counter)
+        own = self._prompt_key, self._answer_key, SOURCE_KEY
         for number, row in enumerate(self._rows):
             for reason in self._complaints(row):
                 bad[reason] += 1
                 first.setdefault(reason, number)
-            source = self._given_name or row.get(SOURCE_KEY, self.name)
-            counts = summary[str(source)]
+            counts = summary[str(self._source(row))]
             counts["rows"] += 1
             counts["answer"] += _answer(row.get(self._answer_key)) is not None
-            counts.update(f"task.{key}" for key in row if key not in self._own_keys and row[key] is not None)
+            counts.update(f"task.{key}" for key in row if key not in own and row[key] is not None)
         if bad:
             listed = ", ".join(f"{count} with {reason} (first: row {first[reason]})" for reason, count in bad.most_common())
             remedy = "Rows are counted from 0. Repair or remove them: none is dropped without being asked to"
             raise ConfigError.one(subject, f"every row of {path} must be usable", f"{len(self)} rows, of these {listed}", remedy)
         return {source: dict(counts) for source, counts in summary.items()}
 
-    @property
-    def _own_keys(self) -> tuple[str, ...]:
-        return self._prompt_key, self._answer_key, SOURCE_KEY
-
     def _complaints(self, row: Row) -> Iterator[str]:
-        prompt, answer, source = row.get(self._prompt_key), row.get(self._answer_key), self._given_name or row.get(SOURCE_KEY, self.name)
+        prompt, answer, source = row.get(self._prompt_key), row.get(self._answer_key), self._source(row)
         if prompt is None:
             yield "a null prompt"
         elif isinstance(prompt, str):
@@ -193,7 +176,7 @@ class _Table:
     def __init__(self, path: Path, subject: str) -> None:
         saved = path.is_dir()
         try:
-            self._table = read_saved_dataset(path, subject) if saved else _read_parquet(path)
+            self._table = _read_saved(path, subject) if saved else _read_parquet(path)
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError.one(subject, f"{path} must be a {'saved dataset' if saved else 'Parquet file'}", str(error)) from error
         self.columns = tuple(self._table.column_names)
@@ -218,9 +201,38 @@ def _read_parquet(path: Path) -> pa.Table:
         return file.read()
 
 
+def _data_files(folder: Path) -> tuple[list[Path], bool]:
+    """(Arrow files of a saved dataset in the order of their rows, whether not all of these count). Raises for a broken `state.json`."""
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return [folder / entry["filename"] for entry in state["_data_files"]], bool(state.get("_indices_data_files"))
+
+
+def _read_saved(folder: Path, subject: str) -> pa.Table:
+    """All rows, mapped into memory. Raises ConfigError for a folder of another kind or a selection of rows that was not saved as data."""
+    try:
+        files, selected = _data_files(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        splits = sorted(state.parent.name for state in folder.glob(f"*/{STATE}"))
+        remedy = f"Name one of its splits: {folder / splits[0]} ({', '.join(splits)})" if splits else ""
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.one(subject, f"{folder} must be a saved dataset with a {STATE}", found, remedy) from error
+    if selected:
+        found = "rows selected by an index beside the data"
+        raise ConfigError.one(subject, f"{folder} must hold its rows in order", found, "Call `flatten_indices()` before `save_to_disk`")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ConfigError.one(subject, f"{folder} must hold the files that its {STATE} lists", f"no {', '.join(missing) or 'data files'}")
+    return pa.concat_tables([_mapped(file) for file in files])
+
+
+def _mapped(file: Path) -> pa.Table:
+    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+        return stream.read_all()
+
+
 def _digest(path: Path) -> str:
     """SHA-256 of a file, or of each data file of a saved dataset."""
-    parts = data_files(path) if path.is_dir() else [path]
+    parts = _data_files(path)[0] if path.is_dir() else [path]
     digests = []
     for part in parts:
         with part.open("rb") as file:

@@ -34,15 +34,7 @@ class GeneratedSource:
     generated: ClassVar[bool] = True
 
     def __init__(
-        self,
-        task: str,
-        *,
-        options: Mapping[str, Any],
-        size: int,
-        seed: int,
-        subject: str,
-        name: str | None = None,
-        where: str = "data.options",
+        self, task: str, options: Mapping[str, Any], *, size: int, seed: int, subject: str, name: str | None = None, where: str
     ) -> None:
         """`name` is that of the source, by default the task's; `where` the option that holds `options`, for messages."""
         _check_task(task, options, subject, where)
@@ -55,16 +47,12 @@ class GeneratedSource:
             self._dataset = reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
         except (AssertionError, TypeError, ValueError, KeyError) as error:
             raise ConfigError.one(where, f"must suit the task {task}", f"{self._options}: {error}") from error
-        first = [self._entry(index) for index in range(self._probed)]
+        first = [self._entry(index) for index in range(min(PROBED, size))]
         identity = {"task": task, "options": self._options, "size": size, "seed": seed, "first": first}
         self._fingerprint = hashlib.sha256(str(dump_task(identity)).encode()).hexdigest()
 
     def __len__(self) -> int:
         return self._size
-
-    @property
-    def _probed(self) -> int:
-        return min(PROBED, self._size)
 
     def _entry(self, index: int) -> dict[str, Any]:
         return dict(self._dataset[index])
@@ -80,7 +68,7 @@ class GeneratedSource:
 
     def summary(self) -> dict[str, dict[str, int]]:
         """Counts of the first problems, taken for all: a task either gives answers or leaves them to its verifier."""
-        probe = [self.problem(index) for index in range(self._probed)]
+        probe = [self.problem(index) for index in range(min(PROBED, len(self)))]
         answered = len(self) if all(problem.answer is not None for problem in probe) else 0
         return {self.name: {"rows": len(self), "answer": answered, **{f"task.{key}": len(self) for key in probe[0].task}}}
 

@@ -69,11 +69,6 @@ class PromptStream:
         """Count draws that supervised batches leave out because of long answers."""
         self.report.answers_too_long += count
 
-    @property
-    def epoch(self) -> int:
-        """Passes over the source that are complete."""
-        return self._epoch
-
     def describe(self) -> str:
         """Where the stream stands, for people."""
         return f"{self.source.name}: {self._draws} prompts drawn, epoch {self._epoch + 1}, problem {self._position} of {len(self.source)}"
@@ -128,7 +123,6 @@ class PromptStream:
         return np.random.default_rng((self._seed, self._epoch)).permutation(size)
 
     def _next(self) -> Look:
-        """The next problem that is kept."""
         for _ in range(2 * len(self.source)):
             look = self._look_at_next()
             if look is not None and look.reason is None:

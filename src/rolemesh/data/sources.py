@@ -84,7 +84,7 @@ def open_source(
 
         task = given.path.removeprefix(GENERATED)
         where = f"{options}.options"
-        return GeneratedSource(task, options=config.options, size=size, seed=seed, subject=subject, name=given.name, where=where)
+        return GeneratedSource(task, config.options, size=size, seed=seed, subject=subject, name=given.name, where=where)
     from rolemesh.data.files import FileSource
 
     path = local_path(given.path, subject=subject)
@@ -92,12 +92,4 @@ def open_source(
         raise ConfigError.one(
             subject, f"must be a .jsonl or .parquet file, a saved dataset, or a task like {GENERATED}chain_sum", repr(given.path)
         )
-    return FileSource(
-        path,
-        prompt_key=config.prompt_key,
-        answer_key=config.answer_key,
-        subject=subject,
-        label=given.label,
-        name=given.name,
-        options=options,
-    )
+    return FileSource(path, given, config, subject=subject, options=options)

@@ -167,7 +167,6 @@ class TrainingDisplay:
         return Panel(Group(*parts), title=Text(self._title), title_align="left")
 
     def _progress(self) -> Text:
-        """Bar, step, rate, what is left, and the phase under way."""
         now = self._clock()
         text = Text()
         if self._total:
@@ -205,7 +204,6 @@ class TrainingDisplay:
 
 
 def _points(evaluations: Sequence[tuple[int, Row]], name: str) -> list[tuple[int, float]]:
-    """Step and value of every evaluation that has the metric."""
     return [(step, float(row[name])) for step, row in evaluations if name in row]
 
 
@@ -257,7 +255,6 @@ def _facts(row: Row) -> Iterator[str]:
 
 
 def _step_line(step: int, total: int, row: Row) -> str:
-    """A step in one line, for logs."""
     parts = [f"step {step}/{total}"]
     for name, form in ((_REWARD, "reward {:.3f}"), ("reward/std", "± {:.3f}"), ("time/step", "{:.2f} s")):
         if name in row:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, get_args
 
-from rolemesh.observe.files import JsonLines
+from rolemesh.observe.files import Closing, JsonLines
 
 Stage = Literal["prepare", "schedule", "create", "load", "join", "run", "recover", "save", "end"]
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
@@ -18,7 +18,7 @@ STAGES: Final[tuple[str, ...]] = get_args(Stage)
 Event = dict[str, Any]
 
 
-class EventLog:
+class EventLog(Closing):
     """Appends one JSON object a line: `time` (seconds since the epoch), `stage`, `subject`, `kind`, then details.
 
     A detail `level="warning"` or `"error"` marks what a user should see. `listener` gets every event too, for the display.
@@ -46,9 +46,3 @@ class EventLog:
 
     def close(self) -> None:
         self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

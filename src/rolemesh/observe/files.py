@@ -58,7 +58,20 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-class JsonLines:
+class Closing:
+    """What is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonLines(Closing):
     """A file of one JSON object a line, opened for appending; each line reaches the operating system before `write` returns.
 
     A last line without its end, left by a crash in mid-write, is cut off first, so that the next line does not run into it. With `sync`
@@ -78,12 +91,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _end_of_last_line(file: IO[bytes]) -> int:

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rolemesh.errors import ConfigError
-from rolemesh.observe.files import JsonLines, sync_directory
+from rolemesh.observe.files import Closing, JsonLines, sync_directory
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def _take_in(state: JournalState, record: Mapping[str, Any]) -> None:
         state.generations[group] = max(state.generations.get(group, 0), int(record["generation"]))
 
 
-class Journal:
+class Journal(Closing):
     """Opened by a controller for itself: its `epoch` is a new one and on disk already. `torn` is a last line that had to be dropped."""
 
     def __init__(self, path: Path) -> None:
@@ -89,9 +89,3 @@ class Journal:
 
     def close(self) -> None:
         self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -8,7 +8,7 @@ rank is left out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self, SupportsFloat
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
@@ -81,14 +81,13 @@ class Metrics:
     def merge(self, other: Metrics) -> Self:
         """Take in everything that `other` holds, which stays as it is. Returns self."""
         for name, entry in other._entries.items():
-            self._record(name, _Entry(entry.reduction, entry.total, entry.weight))
+            self._record(name, replace(entry))
         return self
 
     def prefixed(self, prefix: str) -> Metrics:
         """A copy in which every name reads `prefix/name`."""
         copy = Metrics()
-        for name, entry in self._entries.items():
-            copy._entries[f"{prefix}/{name}"] = _Entry(entry.reduction, entry.total, entry.weight)
+        copy._entries = {f"{prefix}/{name}": replace(entry) for name, entry in self._entries.items()}
         return copy
 
     def reduce(self) -> dict[str, float]:
@@ -109,12 +108,6 @@ class Metrics:
             raise ValueError(f"metric {name!r} is reduced by {known.reduction}, and now {entry.reduction} was asked for; use another name")
         if known is not entry:
             known.absorb(entry)
-
-    def __getstate__(self) -> dict[str, _Entry]:
-        return self._entries
-
-    def __setstate__(self, state: dict[str, _Entry]) -> None:
-        self._entries = state
 
     def __repr__(self) -> str:
         return f"Metrics({self.reduce()})"

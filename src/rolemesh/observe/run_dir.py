@@ -19,9 +19,9 @@ from typing import Any, Final, Self
 
 import psutil
 
-from rolemesh import registry
 from rolemesh.errors import ConfigError
 from rolemesh.observe.files import read_json_lines, write_json, write_text
+from rolemesh.registry import did_you_mean
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ID: Final = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
@@ -31,11 +31,48 @@ ACTIVE: Final = ("created", "waiting", "starting", "running")
 """States of a run whose controller lives."""
 
 
+class _Below:
+    """A path below that of the run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, kind: type[RunDirectory]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths of a run's files. Every path is fixed here; whether a file exists yet depends on how far the run has come."""
 
     path: Path
+
+    config = _Below("config.yaml")
+    """The resolved config, YAML."""
+    plan = _Below("plan.json")
+    """The plan that was launched, JSON."""
+    metrics = _Below("metrics.jsonl")
+    """One JSON object a step."""
+    events = _Below("events.jsonl")
+    """State changes and failures, one JSON object each."""
+    journal = _Below("journal")
+    """Epochs, generations, commits and scores that cannot be repeated; fsynced."""
+    cluster = _Below("cluster.json")
+    """Where the run's cluster is, JSON: what joins it from another process."""
+    trace = _Below("trace.json")
+    """Timeline for Perfetto or chrome://tracing."""
+    samples = _Below("samples")
+    """Folder of Parquet files with samples."""
+    checkpoints = _Below("checkpoints")
+    """Folder of `step-N/` folders."""
+    logs = _Below("logs")
+    """Folder with the output of every worker."""
+    summary = _Below("summary.json")
+    """How the run ended, JSON."""
+    status = _Below("status.json")
+    """What the run does now, JSON."""
+    serving_token = _Below("serving-token")
+    """The token that requests from outside need; for its owner's eyes alone."""
 
     @classmethod
     def create(cls, runs_dir: Path, name: str) -> Self:
@@ -52,7 +89,8 @@ class RunDirectory:
             except FileExistsError:
                 continue
             except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
-                raise _not_writable(runs_dir, f"{type(error).__name__}: {error}") from error
+                need, found = f"it must be possible to make a folder in {str(runs_dir)!r}", f"{type(error).__name__}: {error}"
+                raise ConfigError.one("runs_dir", need, found, "Set runs_dir to another folder") from error
             break
         run = cls(path)
         for folder in (run.samples, run.checkpoints, run.logs):
@@ -73,71 +111,6 @@ class RunDirectory:
     def name(self) -> str:
         """`<name>-<id>`, unique among the runs of a folder."""
         return self.path.resolve().name
-
-    @property
-    def config(self) -> Path:
-        """The resolved config, YAML."""
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that was launched, JSON."""
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """State changes and failures, one JSON object each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        """Epochs, generations, commits and scores that cannot be repeated; fsynced."""
-        return self.path / "journal"
-
-    @property
-    def cluster(self) -> Path:
-        """Where the run's cluster is, JSON: what joins it from another process."""
-        return self.path / "cluster.json"
-
-    @property
-    def trace(self) -> Path:
-        """Timeline for Perfetto or chrome://tracing."""
-        return self.path / "trace.json"
-
-    @property
-    def samples(self) -> Path:
-        """Folder of Parquet files with samples."""
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of `step-N/` folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder with the output of every worker."""
-        return self.path / "logs"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended, JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def status(self) -> Path:
-        """What the run does now, JSON."""
-        return self.path / "status.json"
-
-    @property
-    def serving_token(self) -> Path:
-        """The token that requests from outside need; for its owner's eyes alone."""
-        return self.path / "serving-token"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint of a step."""
@@ -168,7 +141,12 @@ class RunDirectory:
         """True with the lock of the directory, False when another process has it, None where there are no locks."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            yield _lock(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine: bool | None = True
+            except OSError as error:
+                mine = False if isinstance(error, BlockingIOError) else None
+            yield mine
         finally:
             os.close(descriptor)
 
@@ -207,25 +185,9 @@ class RunDirectory:
         return len(rows) - len(kept)
 
 
-def _lock(descriptor: int) -> bool | None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
 def _damaged(file: Path, found: str) -> ConfigError:
     remedy = "It was changed from outside; repair it or move it away"
     return ConfigError.one("run", f"{file} must be as the run wrote it", found, remedy)
-
-
-def _not_writable(runs_dir: Path, found: str) -> ConfigError:
-    return ConfigError.one(
-        "runs_dir", f"it must be possible to make a folder in {str(runs_dir)!r}", found, "Set runs_dir to another folder"
-    )
 
 
 def is_run(path: Path) -> bool:
@@ -285,10 +247,9 @@ def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
             f"Give {owner.path}, whose newest checkpoint is taken",
         )
     names = ", ".join(found.name for found in reversed(runs[-5:]))
-    hint = registry.nearest(run, [found.name for found in runs])
     raise ConfigError.one(
         "run",
         f"no run in {runs_dir} is called {run!r}",
         f"{len(runs)} runs, the newest {names}" if runs else "no runs",
-        f"Did you mean {hint!r}?" if hint else "",
+        did_you_mean(run, [found.name for found in runs]).rstrip(),
     )

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from rolemesh.observe.files import plain
+from rolemesh.observe.files import Closing, plain
 
 _HEAD: Final = b'{"traceEvents":['
 _TAIL: Final = b"\n]}\n"
@@ -65,7 +65,7 @@ class SpanRecorder:
         return spans
 
 
-class Tracer:
+class Tracer(Closing):
     """Appends spans to a trace file that is a complete JSON document after every write.
 
     Each write overwrites the closing bracket and puts it back behind the new events, so its cost does not grow with the file. An
@@ -98,12 +98,6 @@ class Tracer:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _put(self, offset: int, data: bytes) -> None:
         self._file.seek(offset)

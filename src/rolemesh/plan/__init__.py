@@ -53,43 +53,15 @@ if not TYPE_CHECKING:
     __getattr__ = lazy_names(
         __name__,
         {
-            "as_json": (
-                "plan_json",
-                "plan_json_text",
-            ),
-            "build": (
-                "RUN_HELPERS",
-                "Helper",
-                "build_plan",
-            ),
+            "as_json": ("plan_json", "plan_json_text"),
+            "build": ("RUN_HELPERS", "Helper", "build_plan"),
             "constraints": ("nodes_allowed",),
             "imagined": ("parse_nodes",),
-            "inventory": (
-                "held_as_free",
-                "local_inventory",
-                "order_nodes",
-            ),
-            "needs": (
-                "impossible",
-                "needed_nodes",
-            ),
-            "pools": (
-                "merge_pools",
-                "split_pool",
-            ),
+            "inventory": ("held_as_free", "local_inventory", "order_nodes"),
+            "needs": ("impossible", "needed_nodes"),
+            "pools": ("merge_pools", "split_pool"),
             "render": ("render_plan",),
-            "schema": (
-                "Inventory",
-                "NodeInfo",
-                "Plan",
-                "PoolPlan",
-                "Slot",
-                "WorkerPlan",
-            ),
-            "versions": (
-                "VersionReport",
-                "check_versions",
-                "with_versions",
-            ),
+            "schema": ("Inventory", "NodeInfo", "Plan", "PoolPlan", "Slot", "WorkerPlan"),
+            "versions": ("VersionReport", "check_versions", "with_versions"),
         },
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rolemesh.plan.schema import NodeInfo, Plan, PoolMemory, Slot, WorkerPlan
+from rolemesh.plan.schema import HelperPlan, NodeInfo, PlacementGroup, Plan, PoolMemory, Slot, WorkerPlan
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -15,21 +15,18 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     names = [node.name for node in plan.nodes]
     return {
         "origin": plan.origin,
-        "nodes": [_node(node) for node in plan.nodes],
+        "nodes": [_fields(node) for node in plan.nodes],
         "pools": {
             name: {
-                "slots": [_slot(slot, names) for slot in pool.slots],
-                "spares": [_slot(slot, names) for slot in pool.spares],
+                "slots": [_placed(slot, names) for slot in pool.slots],
+                "spares": [_placed(slot, names) for slot in pool.spares],
             }
             for name, pool in plan.pools.items()
         },
-        "workers": [_worker(worker, names) for worker in plan.workers],
+        "workers": [_placed(worker, names) for worker in plan.workers],
         "layouts": {role: asdict(layout) for role, layout in plan.layouts.items()},
-        "helpers": [{"name": helper.name, "node": names[helper.node]} for helper in plan.helpers],
-        "placement_groups": [
-            {"pool": group.pool, "node": names[group.node], "slots": list(group.slots), "processes": group.processes}
-            for group in plan.placement_groups()
-        ],
+        "helpers": [_placed(helper, names) for helper in plan.helpers],
+        "placement_groups": [_placed(group, names) | {"slots": list(group.slots)} for group in plan.placement_groups()],
         "memory": {memory_name(entry): _memory(entry) for entry in plan.memory},
         "stages": [asdict(stage) for stage in plan.stages],
         "seconds_per_step": plan.seconds_per_step,
@@ -64,27 +61,14 @@ def memory_name(entry: PoolMemory) -> str:
     return entry.pool if entry.process == "slot" else f"{entry.pool}/{entry.process}"
 
 
-def _node(node: NodeInfo) -> dict[str, Any]:
-    return {name: getattr(node, name) for name in node.__slots__}
+def _fields(record: NodeInfo | Slot | WorkerPlan | HelperPlan | PlacementGroup) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
-def _slot(slot: Slot, names: list[str]) -> dict[str, Any]:
-    found = {"index": slot.index, "node": names[slot.node], "local_index": slot.local_index, "cpus": slot.cpus, "gpus": slot.gpus}
-    return found | {"resources": slot.resources} if slot.resources else found
-
-
-def _worker(worker: WorkerPlan, names: list[str]) -> dict[str, Any]:
-    found = {
-        "role": worker.role,
-        "rank": worker.rank,
-        "pool": worker.pool,
-        "node": names[worker.node],
-        "slot": worker.slot,
-        "cpus": worker.cpus,
-        "gpus": worker.gpus,
-    }
-    more = {"resources": worker.resources, "weights": worker.weights, "weight_format": worker.weight_format}
-    return found | {name: value for name, value in more.items() if value}
+def _placed(record: Slot | WorkerPlan | HelperPlan | PlacementGroup, names: list[str]) -> dict[str, Any]:
+    """A record with its node by name, and without what only some have."""
+    found = _fields(record) | {"node": names[record.node]}
+    return {name: value for name, value in found.items() if value or name not in ("resources", "weights", "weight_format")}
 
 
 def _memory(entry: PoolMemory) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from rolemesh.config.schema import Config
 from rolemesh.names import ACTOR, CRITIC, REWARD, ROLLOUT
+from rolemesh.plan.ledger import many
 from rolemesh.plan.schema import Stage
 
 LEAST_SECONDS: Final = 2.0
@@ -38,7 +39,7 @@ def _reward(config: Config, stages: dict[tuple[str, str], Stage], step: float) -
         more = f"roles.reward.workers={wanted} would be in proportion, or more of roles.reward.processes if functions wait"
         if REWARD not in config.process_roles:
             more = f"{wanted} slots of pool {config.roles[REWARD].pool} would be in proportion"
-        now = f"{seconds(stage.seconds)} of a step of {seconds(step)} with {_many(stage.workers, 'worker')}"
+        now = f"{seconds(stage.seconds)} of a step of {seconds(step)} with {many(stage.workers, 'worker')}"
         yield f"reward: scoring takes about {now}; {more}"
 
 
@@ -52,7 +53,7 @@ def _critic(config: Config, stages: dict[tuple[str, str], Stage]) -> Iterator[st
         wanted = min(total - 1, max(1, round(total * slow.workers * slow.seconds / work)))
         if wanted > slow.workers:
             yield (
-                f"{slow.role}: its update takes about {seconds(slow.seconds)} with {_many(slow.workers, 'worker')} while {fast.role} is "
+                f"{slow.role}: its update takes about {seconds(slow.seconds)} with {many(slow.workers, 'worker')} while {fast.role} is "
                 f"done after {seconds(fast.seconds)} with {fast.workers}; {wanted} and {total - wanted} would be in proportion"
             )
 
@@ -65,7 +66,7 @@ def _rollout(config: Config, stages: dict[tuple[str, str], Stage], step: float) 
         return
     if config.roles[ROLLOUT].pool == config.roles[ACTOR].pool:
         if make.workers < train.workers and make.seconds > step / 2:
-            few = f"with {_many(make.workers, 'worker')} where the pool has slots for {train.workers}"
+            few = f"with {many(make.workers, 'worker')} where the pool has slots for {train.workers}"
             yield f"rollout: generation takes about {seconds(make.seconds)} of {seconds(step)} {few}; set roles.rollout.workers=auto"
         return
     total, work = make.workers + train.workers, (make.workers * make.seconds, train.workers * train.seconds)
@@ -76,10 +77,6 @@ def _rollout(config: Config, stages: dict[tuple[str, str], Stage], step: float) 
             f"rollout: {make.workers} of {total} slots generate for about {seconds(make.seconds)}, {train.workers} train for "
             f"{seconds(train.seconds)}; {best} and {total - best} would make a step about {round(100 * saved / step)} % shorter"
         )
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def seconds(value: float) -> str:

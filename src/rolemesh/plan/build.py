@@ -23,7 +23,7 @@ from rolemesh.plan.routes import Place, Route, handed_on, weight_format, weight_
 from rolemesh.plan.schema import HelperPlan, Inventory, Layout, NodeInfo, Plan, PoolMemory, PoolPlan, Slot, WorkerPlan
 from rolemesh.plan.shares import Shares, divide_cpus
 from rolemesh.plan.spares import spare_advice, starved
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,9 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
             workers[role] = list(_process_workers(config, role, placement, shares))
         elif config.roles[role].pool in placement.slots:
             workers[role] = list(_slot_workers(config, role, pools[config.roles[role].pool], problems))
-    workers |= {ROLLOUT: list(_routed(config, workers))} if ROLLOUT in workers else {}
+    if ROLLOUT in workers:
+        ways = zip(workers[ROLLOUT], _routes(config, workers, ROLLOUT), strict=True)
+        workers[ROLLOUT] = [replace(one, weights=way, weight_format=weight_format(config, way) if way else None) for one, way in ways]
     models, judges = _models(config, facts, problems), _judges(config, problems)
     problems += [*_indivisible(config, models), *vllm.unfit(config, models.get(ROLLOUT)), *sglang.unfit(config)]
     memory = _memory(config, models, judges, inventory.nodes, placement, workers, problems)
@@ -71,7 +73,7 @@ def build_plan(config: Config, inventory: Inventory, facts: ModelFacts | None = 
     if problems and inventory.pending:
         problems.append(Problem(subject="cluster", need="others wait for room too", free="; ".join(inventory.pending), remedy=LATER))
     stages = tuple(predict_stages(config, models, judges, inventory.nodes, workers))
-    step = step_seconds(stages, {name: role.pool for name, role in config.roles.items() if name not in config.process_roles})
+    step = step_seconds(stages, {role: pool for pool in config.pools for role in config.slot_roles(pool)})
     complete = not placement.problems
     return Plan(
         nodes=inventory.nodes,
@@ -102,7 +104,7 @@ def _unknown_pools(config: Config) -> list[Problem]:
             subject=f"roles.{name}.pool",
             need=f"must name a pool: {', '.join(config.pools)}",
             free=repr(role.pool),
-            remedy=f"Did you mean {hint!r}?" if (hint := nearest(role.pool, config.pools)) else f"Add pools.{role.pool}.nodes=auto",
+            remedy=did_you_mean(role.pool, config.pools).rstrip() or f"Add pools.{role.pool}.nodes=auto",
         )
         for name, role in config.roles.items()
         if role.pool not in config.pools
@@ -125,7 +127,6 @@ def _pool_plan(config: Config, name: str, placement: Placement, shares: Shares) 
 
 
 def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Problem]) -> Iterator[WorkerPlan]:
-    """Rank i of the role in slot i."""
     count = _slot_count(config, role, pool)
     if count > len(pool.slots):
         problems.append(too_many_workers(role, pool.name, count, len(pool.slots)))
@@ -151,12 +152,6 @@ def _slot_workers(config: Config, role: str, pool: PoolPlan, problems: list[Prob
         )
 
 
-def _routed(config: Config, workers: Mapping[str, list[WorkerPlan]]) -> Iterator[WorkerPlan]:
-    """Rollout workers, each with the way on which weights come to it."""
-    for taker, way in zip(workers[ROLLOUT], _routes(config, workers, ROLLOUT), strict=True):
-        yield replace(taker, weights=way, weight_format=weight_format(config, way) if way else None)
-
-
 def _routes(config: Config, workers: Mapping[str, list[WorkerPlan]], role: str) -> list[Route | None]:
     """The way on which weights come to each worker of a role; None without an actor."""
     actors, shared = [_place_of(worker) for worker in workers.get(ACTOR, ())], config.backend == "ray"
@@ -180,13 +175,10 @@ def _slot_count(config: Config, role: str, pool: PoolPlan) -> int:
 
 
 def _process_workers(config: Config, role: str, placement: Placement, shares: Shares) -> Iterator[WorkerPlan]:
-    rank, nothing = 0, dict[str, float]()
-    pool = config.roles[role].pool
-    for node, count in placement.processes.get(role, {}).items():
+    nodes = [node for node, count in placement.processes.get(role, {}).items() for _ in range(count)]
+    for rank, node in enumerate(nodes):
         cpus = shares.processes[role, node]
-        for _ in range(count):
-            yield WorkerPlan(role=role, rank=rank, pool=pool, node=node, slot=None, cpus=cpus, gpus=0, resources=nothing)
-            rank += 1
+        yield WorkerPlan(role=role, rank=rank, pool=config.roles[role].pool, node=node, slot=None, cpus=cpus, gpus=0)
 
 
 def _layout(config: Config, role: str, workers: int) -> Layout:
@@ -209,13 +201,9 @@ def _addresses(config: Config, inventory: Inventory, workers: Mapping[str, list[
             continue
         if interface not in node.interfaces:
             found = ", ".join(f"{name} {address}" for name, address in node.interfaces.items()) or "none with an address"
-            problem = Problem(
-                subject="cluster.interface",
-                need=f"node {node.name} must have the network interface {interface}",
-                free=found,
-                remedy="Name one that every node has, or leave it out",
-            )
-            problems.append(problem)
+            need = f"node {node.name} must have the network interface {interface}"
+            remedy = "Name one that every node has, or leave it out"
+            problems.append(Problem(subject="cluster.interface", need=need, free=found, remedy=remedy))
         elif node.address_of(interface) != node.address:
             yield f"node {node.name}: ranks use {node.address_of(interface)} ({interface}), the cluster knows it as {node.address}"
 
@@ -235,32 +223,29 @@ def _indivisible(config: Config, models: Mapping[str, ModelFacts]) -> Iterator[P
 
 def _models(config: Config, facts: ModelFacts | None, problems: list[Problem]) -> dict[str, ModelFacts]:
     """The model of each role that has one; a problem for each that cannot be read."""
-    found: dict[str, ModelFacts] = {}
-    try:
-        policy = facts or read_model_facts(config.model.path)
-    except ConfigError as error:
-        problems += error.problems
+    policy = facts or _facts(config.model.path, "model.path", problems)
+    if policy is None:
         return {}
-    for role in config.roles:
-        if role in WITH_MODEL:
-            found[role] = policy
-    if CRITIC in found and config.algorithm.critic_path is not None:
-        try:
-            found[CRITIC] = read_model_facts(config.algorithm.critic_path)
-        except ConfigError as error:
-            problems += [replace(problem, subject="algorithm.critic_path") for problem in error.problems]
+    found = {role: policy for role in config.roles if role in WITH_MODEL}
+    path = config.algorithm.critic_path if CRITIC in found else None
+    if path is not None and (critic := _facts(path, "algorithm.critic_path", problems)) is not None:
+        found[CRITIC] = critic
     return found
 
 
 def _judges(config: Config, problems: list[Problem]) -> dict[int, ModelFacts]:
     """The models that score answers, by their entry of `reward`; a problem for each that cannot be read."""
-    found: dict[int, ModelFacts] = {}
-    for entry, model in config.reward_models.items() if REWARD in config.roles else ():
-        try:
-            found[entry] = read_model_facts(model.path)
-        except ConfigError as error:
-            problems += [replace(problem, subject=f"reward.{entry}.model.path") for problem in error.problems]
-    return found
+    judges = config.reward_models if REWARD in config.roles else {}
+    found = {entry: _facts(model.path, f"reward.{entry}.model.path", problems) for entry, model in judges.items()}
+    return {entry: facts for entry, facts in found.items() if facts is not None}
+
+
+def _facts(path: str, subject: str, problems: list[Problem]) -> ModelFacts | None:
+    try:
+        return read_model_facts(path)
+    except ConfigError as error:
+        problems += [replace(problem, subject=subject) for problem in error.problems]
+        return None
 
 
 def _memory(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from rolemesh.config.schema import Config, PoolConfig
 from rolemesh.errors import Problem
-from rolemesh.plan.ledger import GPU
+from rolemesh.plan.ledger import GPU, many
 from rolemesh.plan.schema import NodeInfo
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,15 @@ def unmet(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo], needed: int) -
     worst = demands[counts.index(min(counts))]
     met = sum(eligible(name, pool, nodes))
     others = Counter(worst.found(node) for node in nodes if not worst.met(node))
-    found = ", ".join(f"{text} on {count} node{'' if count == 1 else 's'}" for text, count in others.most_common(3))
+    found = ", ".join(f"{text} on {many(count, 'node')}" for text, count in others.most_common(3))
     known = [key for node in nodes for key in (*node.labels, *node.resources)]
-    meant = nearest(worst.key, known) if min(counts) == 0 else None
+    meant = did_you_mean(worst.key, known) if min(counts) == 0 else ""
     all_words = " and ".join(demand.words for demand in demands)
     return Problem(
         subject=worst.option,
-        need=f"pool {name} needs {needed} node{'' if needed == 1 else 's'} with {all_words}",
+        need=f"pool {name} needs {many(needed, 'node')} with {all_words}",
         free=f"{met} of {len(nodes)}" + (f" ({found})" if found else ""),
-        remedy=(f"Did you mean {meant!r}? " if meant else "") + f"Change {worst.option}, or add such nodes; {worst.hint}",
+        remedy=f"{meant}Change {worst.option}, or add such nodes; {worst.hint}",
     )
 
 

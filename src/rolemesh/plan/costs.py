@@ -24,7 +24,7 @@ from rolemesh.config.schema import Config
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from rolemesh.plan.devices import UNKNOWN_DEVICE, Device, device_type
 from rolemesh.plan.ledger import has_device
-from rolemesh.plan.memory import micro_batch_tokens
+from rolemesh.plan.memory import micro_batch_tokens, width_of
 from rolemesh.plan.placement import scoring_processes
 from rolemesh.plan.schema import NodeInfo, Stage, WorkerPlan
 
@@ -135,12 +135,12 @@ def _lengths(config: Config) -> tuple[int, int, int]:
 
 def _attention(facts: ModelFacts, before: float, new: float) -> float:
     """FLOP of attention for `new` tokens behind `before`, in all layers."""
-    return 4.0 * facts.layers * facts.heads * facts.head_dim * (new * before + new * new / 2)
+    return 4.0 * facts.layers * facts.query * (new * before + new * new / 2)
 
 
 def _generate(config: Config, role: str, facts: ModelFacts, workers: int) -> _Work:
     samples, prompt, response = _lengths(config)
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = width_of(config.model.dtype)
     mine, prompts = samples / workers, math.ceil(config.trainer.prompts_per_step / workers)
     rows = min(config.rollout.slots, math.ceil(mine))
     steps = response * max(1.0, mine / config.rollout.slots)
@@ -148,7 +148,7 @@ def _generate(config: Config, role: str, facts: ModelFacts, workers: int) -> _Wo
     flops = 2.0 * facts.layer_parameters * (prompts * prompt + mine * response)
     flops += 2.0 * facts.vocab * facts.hidden * (prompts + mine * response)
     flops += prompts * _attention(facts, 0, prompt) + mine * _attention(facts, prompt, response)
-    token = 2.0 * facts.layers * facts.kv_heads * facts.head_dim * width
+    token = 2.0 * facts.layers * facts.key_value * width
     weights = (facts.parameters - (0 if facts.tied else facts.vocab * facts.hidden)) * width
     return _Work(
         flops=flops,

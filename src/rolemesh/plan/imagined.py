@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Final
 
 from rolemesh.errors import ConfigError
-from rolemesh.plan.devices import DEVICE_TYPES, UNKNOWN_DEVICE, device_type
+from rolemesh.plan.devices import DEVICE_TYPES, GIB, UNKNOWN_DEVICE, device_type
 from rolemesh.plan.schema import Inventory, NodeInfo
 
-GIB: Final = 1024**3
 ASSUMED_CPUS_PER_GPU: Final = 8
 ASSUMED_MEMORY_PER_GPU: Final = 128 * GIB
 ASSUMED_MEMORY_PER_CPU: Final = 4 * GIB
@@ -24,17 +23,6 @@ _MEMORY: Final = re.compile(r"(\d+)G")
 _RESOURCE: Final = re.compile(r"(\d+(?:\.\d+)?)\*([A-Za-z_][\w.-]*)")
 _LABEL: Final = re.compile(r"([A-Za-z_][\w./-]*)=([\w./-]+)")
 _FORM: Final = "must look like 2x8 (two nodes with 8 GPUs each), 1x0:2c (2 CPUs, no GPUs), 2x8:64c:512G:H100:team=red:4*NPU or 2x8,1x4"
-
-
-@dataclass(slots=True)
-class _Node:
-    """What the text says of each node of one group."""
-
-    cpus: int
-    memory_bytes: int | None = None
-    gpu_type: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
-    resources: dict[str, float] = field(default_factory=dict)
 
 
 def parse_nodes(text: str | Sequence[str]) -> Inventory:
@@ -66,40 +54,29 @@ def _devices(part: str) -> int:
 def _group(part: str, first: int) -> list[NodeInfo]:
     match = _NODES.fullmatch(part)
     count, gpus = (int(match["count"]), int(match["gpus"])) if match else (0, 0)
-    node = _Node(cpus=ASSUMED_CPUS_PER_GPU * gpus)
+    node = NodeInfo(name="", cpus=float(ASSUMED_CPUS_PER_GPU * gpus), memory_bytes=0, gpus=gpus)
     if match:
         for word in match["more"].split(":")[1:]:
-            _read(node, word, part)
+            node = _read(node, word, part)
     if count == 0 or node.cpus == 0:
         raise ConfigError.one("--nodes", _FORM, repr(part), "Give at least one node, and CPUs where there are no GPUs")
-    device = (device_type(node.gpu_type) or UNKNOWN_DEVICE) if gpus > 0 or node.gpu_type else None
-    assumed = max(ASSUMED_MEMORY_PER_GPU * gpus, ASSUMED_MEMORY_PER_CPU * node.cpus)
-    return [
-        NodeInfo(
-            name=f"node-{first + offset}",
-            cpus=float(node.cpus),
-            memory_bytes=node.memory_bytes or assumed,
-            gpus=gpus,
-            gpu_memory_bytes=device.memory_bytes if device else 0,
-            gpu_type=node.gpu_type,
-            labels=node.labels,
-            resources=node.resources,
-        )
-        for offset in range(count)
-    ]
+    if not node.memory_bytes:
+        node = replace(node, memory_bytes=int(max(ASSUMED_MEMORY_PER_GPU * gpus, ASSUMED_MEMORY_PER_CPU * node.cpus)))
+    if gpus > 0 or node.gpu_type:
+        node = replace(node, gpu_memory_bytes=(device_type(node.gpu_type) or UNKNOWN_DEVICE).memory_bytes)
+    return [replace(node, name=f"node-{first + offset}") for offset in range(count)]
 
 
-def _read(node: _Node, word: str, part: str) -> None:
+def _read(node: NodeInfo, word: str, part: str) -> NodeInfo:
     if found := _CPUS.fullmatch(word):
-        node.cpus = int(found[1])
-    elif found := _MEMORY.fullmatch(word):
-        node.memory_bytes = int(found[1]) * GIB
-    elif found := _RESOURCE.fullmatch(word):
-        node.resources[found[2]] = float(found[1])
-    elif found := _LABEL.fullmatch(word):
-        node.labels[found[1]] = found[2]
-    elif device_type(word) or re.fullmatch(r"[A-Z][A-Za-z0-9-]*\d[A-Za-z0-9-]*", word):
-        node.gpu_type = word
-    else:
-        known = ", ".join(device.name for device in DEVICE_TYPES)
-        raise ConfigError.one("--nodes", _FORM, f"{word!r} in {part!r}", f"Types of accelerators known by name: {known}")
+        return replace(node, cpus=float(found[1]))
+    if found := _MEMORY.fullmatch(word):
+        return replace(node, memory_bytes=int(found[1]) * GIB)
+    if found := _RESOURCE.fullmatch(word):
+        return replace(node, resources={**node.resources, found[2]: float(found[1])})
+    if found := _LABEL.fullmatch(word):
+        return replace(node, labels={**node.labels, found[1]: found[2]})
+    if device_type(word) or re.fullmatch(r"[A-Z][A-Za-z0-9-]*\d[A-Za-z0-9-]*", word):
+        return replace(node, gpu_type=word)
+    known = ", ".join(device.name for device in DEVICE_TYPES)
+    raise ConfigError.one("--nodes", _FORM, f"{word!r} in {part!r}", f"Types of accelerators known by name: {known}")

@@ -164,10 +164,6 @@ class Want:
     demand: Callable[[Ledger], Demand]
     remedies: Callable[[Ledger, int], dict[str, str]]
 
-    def many(self, count: int) -> str:
-        plural = "es" if self.thing.endswith("s") else "s"
-        return f"{count} {self.thing}{'' if count == 1 else plural}"
-
 
 def misfit(want: Want, count: int, ledger: Ledger, which: str = "largest node") -> Problem:
     """The problem of `count` places that do not fit on `ledger`, the best node there is (`which` says best of what).
@@ -187,7 +183,7 @@ def misfit(want: Want, count: int, ledger: Ledger, which: str = "largest node") 
     visible = ledger.node.visible_devices if GPU in short else None
     return Problem(
         subject=want.subject,
-        need=f"{'; '.join(short.values())} ({want.many(count)} of {amounts_text({CPU: demand.cpus, **amounts})} on one node)",
+        need=f"{'; '.join(short.values())} ({many(count, want.thing)} of {amounts_text({CPU: demand.cpus, **amounts})} on one node)",
         free=f"{which} {ledger.node.name}: {_free(ledger, amounts)}"
         + (f"; held by {held}" if held else "")
         + (f"; {visible} is set there" if visible else ""),
@@ -204,12 +200,16 @@ def _free(ledger: Ledger, names: Iterable[str]) -> str:
 
 def amounts_text(amounts: Mapping[str, float]) -> str:
     """`3 CPUs and 1 GPU`; zeros are left out, except when there is nothing else."""
-    texts = []
-    for name, amount in amounts.items():
-        if amount > _SLACK:
-            plural = "s" if name in (CPU, GPU) and amount != 1 else ""
-            texts.append(f"{number(amount)} {name}{plural}")
+    texts = [
+        many(amount, name) if name in (CPU, GPU) else f"{number(amount)} {name}" for name, amount in amounts.items() if amount > _SLACK
+    ]
     return " and ".join(texts) or "nothing"
+
+
+def many(count: float, thing: str) -> str:
+    """`1 slot`, `2 slots`, `3 processes`."""
+    plural = "" if count == 1 else "es" if thing.endswith("s") else "s"
+    return f"{number(count)} {thing}{plural}"
 
 
 def number(value: float) -> str:

@@ -105,14 +105,15 @@ def pool_memory(
 ) -> PoolMemory:
     """One slot's process of the pool with all its roles. `facts` has the model of each role, `ranks` its number of workers, `judges` the
     models of the section `reward` by entry."""
-    roles = [name for name, role in config.roles.items() if role.pool == pool and name not in config.process_roles and name in facts]
+    roles = [name for name in config.slot_roles(pool) if name in facts]
     on_device = has_device(config.pools[pool])
     lines = [MemoryLine(role="", what="process", bytes=GPU_PROCESS_BYTES if on_device else PROCESS_BYTES)]
     models: list[MemoryLine] = []
     for role in roles:
         if borrowed := _borrowed(config, role):
             lines.append(MemoryLine(role=role, what="libraries", bytes=borrowed.LIBRARIES_BYTES))
-        mine = list(_role_lines(config, role, facts[role], max(1, ranks.get(role, 0))))
+        estimate = {ROLLOUT: _rollout, REF: _reference}.get(role, _trained)(config, role, facts[role], max(1, ranks.get(role, 0)))
+        mine = [MemoryLine(role=role, what=what, bytes=count) for what, count in estimate.items()]
         models += [replace(line, on_gpu=on_device and line.what != COPY) for line in mine]
         if on_device and config.trainer.offload and role in TRAINED:
             asleep = sum(line.bytes for line in mine if line.what in ("weights", "optimizer"))
@@ -178,7 +179,7 @@ def _scoring(config: Config, role: str) -> list[MemoryLine]:
 
 
 def _judges(config: Config, judges: Mapping[int, ModelFacts], ranks: int) -> dict[str, int]:
-    width = {number: 2 if config.reward_models[number].dtype == "bfloat16" else 4 for number in judges}
+    width = {number: width_of(config.reward_models[number].dtype) for number in judges}
     tokens = micro_batch_tokens(config, ranks, minibatches=1)
     return {
         "weights": sum(width[number] * facts.body_parameters for number, facts in judges.items()),
@@ -190,7 +191,7 @@ def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route 
     """What the processes of a node share, once: weights on their way by these routes in these formats, of which the widest counts.
     `readers` are the most processes of a node that read them from disk at a time."""
     found = dict[str, int]()
-    for way, form in sorted(sent, key=lambda one: one[1] == "float32"):
+    for way, form in sorted(sent, key=lambda one: (one[1] == "float32", str(one[0]))):
         width = 4 if form == "float32" else 2
         whole, largest = width * facts.parameters, width * facts.vocab * facts.hidden
         if way == "shared_memory":
@@ -199,11 +200,6 @@ def node_memory(config: Config, facts: ModelFacts, sent: Collection[tuple[Route 
             buckets = 4 if way == "object_store" else 1 + readers
             found["published weights"] = buckets * min(whole, max(config.trainer.bucket_mib * MIB, largest))
     return PoolMemory(pool="", process="node", lines=tuple(MemoryLine(role=ACTOR, what=what, bytes=count) for what, count in found.items()))
-
-
-def _role_lines(config: Config, role: str, facts: ModelFacts, ranks: int) -> Iterator[MemoryLine]:
-    lines = {ROLLOUT: _rollout, REF: _reference}.get(role, _trained)
-    yield from (MemoryLine(role=role, what=what, bytes=count) for what, count in lines(config, role, facts, ranks).items())
 
 
 def _trained(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
@@ -245,7 +241,7 @@ def _reference(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict
 
 def _gathered(config: Config, facts: ModelFacts) -> int:
     """Two blocks, and embedding and head twice, in the format of products."""
-    return 2 * (2 if config.model.dtype == "bfloat16" else 4) * (facts.parameters // facts.layers + 2 * facts.vocab * facts.hidden)
+    return 2 * width_of(config.model.dtype) * (facts.parameters // facts.layers + 2 * facts.vocab * facts.hidden)
 
 
 def _logits(tokens: int, facts: ModelFacts) -> int:
@@ -254,8 +250,7 @@ def _logits(tokens: int, facts: ModelFacts) -> int:
 
 
 def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[str, int]:
-    width = _width(config)
-    query, key_value = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    width = width_of(config.model.dtype)
     found = {"weights": facts.parameters * width}
     if config.trainer.publish == "adapter":
         found["adapter's base"] = 4 * facts.parameters
@@ -264,28 +259,28 @@ def _rollout(config: Config, role: str, facts: ModelFacts, ranks: int) -> dict[s
         return found
     on_host = not has_device(config.pools[config.roles[role].pool])
     if fast := facts.family in FAST_FAMILIES and config.rollout.engine == "builtin":
-        fused = facts.layers * facts.hidden * (query + 2 * key_value + 2 * facts.intermediate)
-        others = facts.layers * facts.hidden * (query + facts.intermediate)
+        fused = facts.layers * facts.hidden * (facts.query + 2 * facts.key_value + 2 * facts.intermediate)
+        others = facts.layers * facts.hidden * (facts.query + facts.intermediate)
         found["fused copies"] = (fused + (others if on_host else 0) + facts.vocab * facts.hidden) * width
     if fast and on_host:
         width = 4
     slots, columns = cache_shape(config, facts)
-    prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * (4 * facts.hidden + query + 2 * key_value + 3 * facts.mlp_width)
+    prefill = max(_PREFILL_TOKENS, config.data.max_prompt_tokens) * facts.pass_width
     return found | {
-        "KV cache": (slots + 1) * columns * 2 * facts.layers * key_value * width,
+        "KV cache": (slots + 1) * columns * 2 * facts.layers * facts.key_value * width,
         "sampling": config.rollout.slots * facts.vocab * (20 + width),
         "passes": (prefill + 2 * slots * facts.heads * columns) * width,
     }
 
 
+def width_of(dtype: str | None) -> int:
+    """Bytes of a number."""
+    return 2 if dtype == "bfloat16" else 4
+
+
 def _borrowed(config: Config, role: str) -> ModuleType | None:
     """What the plan knows of the other project's engine that the role runs on, if it does."""
     return next((engine for engine in (vllm, sglang) if engine.used_by(config, role)), None)
-
-
-def _width(config: Config) -> int:
-    """Bytes of a number where weights are served."""
-    return 2 if config.model.dtype == "bfloat16" else 4
 
 
 def cache_shape(config: Config, facts: ModelFacts) -> tuple[int, int]:
@@ -295,7 +290,6 @@ def cache_shape(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def _longest(config: Config, facts: ModelFacts) -> int:
-    """Most tokens of a sequence."""
     length = config.data.max_prompt_tokens + config.data.max_response_tokens
     return min(length, facts.context) if facts.context else length
 

@@ -29,7 +29,7 @@ def _pool_nodes(config: Config, name: str, pool: PoolConfig) -> Iterator[NodeInf
     roomy = NodeInfo(name=f"for pool {name}", cpus=PLENTY, memory_bytes=0, gpu_type=pool.accelerator_type or "", labels=pool.labels)
     ledger = Ledger(index=0, node=roomy, cpus=PLENTY, left={})
     own = [role for role in config.process_roles if role in config.roles and config.roles[role].pool == name]
-    slots = any(role.pool == name for other, role in config.roles.items() if other not in config.process_roles)
+    slots = config.slot_roles(name)
     demand = slot_demand(pool, ledger) if slots else process_demand(process_cpus(config, own[0]) if own else None, ledger)
     beside = process_demand(process_cpus(config, own[0]), ledger).cpus if own and slots else 0.0
     for count in (parallel_unit(config, name),) if pool.nodes == "auto" else pool.nodes:

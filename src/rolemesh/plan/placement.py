@@ -16,7 +16,7 @@ from typing import Final
 from rolemesh.config.schema import Config, PoolConfig
 from rolemesh.errors import Problem
 from rolemesh.plan.constraints import eligible, unmet
-from rolemesh.plan.ledger import CPU, GPU, USABLE_SHARE, Ledger, Want, has_device, misfit, number, process_demand, slot_demand
+from rolemesh.plan.ledger import CPU, GPU, USABLE_SHARE, Ledger, Want, has_device, many, misfit, number, process_demand, slot_demand
 from rolemesh.plan.spares import place_spares, spare_count, split_off_spares
 
 AUTO_CPU_SLOTS: Final = 8
@@ -42,11 +42,11 @@ class Placement:
 def place(config: Config, ledgers: list[Ledger]) -> Placement:
     """Place all pools and processes; what they take is taken from `ledgers`."""
     result = Placement()
-    homes = {role.pool for name, role in config.roles.items() if name not in config.process_roles}
-    slot_pools = {name: pool for name, pool in config.pools.items() if name in homes}
+    slot_pools = {name: pool for name, pool in config.pools.items() if config.slot_roles(name)}
     explicit = {name: pool for name, pool in slot_pools.items() if pool.nodes != "auto"}
     for name, pool in explicit.items():
-        _place_explicit(name, pool, ledgers, result)
+        if counts := _fit(slots_of(name, pool), name, pool, ledgers, result):
+            result.slots[name] = counts
     process_roles = [name for name in config.process_roles if name in config.roles and config.roles[name].pool in config.pools]
     for role in process_roles:
         if config.roles[role].pool not in slot_pools and config.pools[config.roles[role].pool].nodes != "auto":
@@ -63,10 +63,8 @@ def place(config: Config, ledgers: list[Ledger]) -> Placement:
 
 def process_cpus(config: Config, role: str) -> float | None:
     """The CPUs that the user typed for one process of the role, if any: its own, or those of a pool that is its alone."""
-    own = config.roles[role].cpus
-    pool = config.roles[role].pool
-    shared = any(other.pool == pool for name, other in config.roles.items() if name not in config.process_roles)
-    return own if own is not None or shared else config.pools[pool].cpus
+    own, pool = config.roles[role].cpus, config.roles[role].pool
+    return own if own is not None or config.slot_roles(pool) else config.pools[pool].cpus
 
 
 def scoring_processes(config: Config, role: str) -> int:
@@ -83,13 +81,10 @@ def auto_processes(config: Config, ledger: Ledger) -> int:
 
 def parallel_unit(config: Config, pool: str) -> int:
     """Slots of the pool that have to lie on one node together: what the tensor-parallel sizes of its roles have in common as multiple."""
-    return math.lcm(
-        *(role.tensor_parallel for name, role in config.roles.items() if role.pool == pool and name not in config.process_roles)
-    )
+    return math.lcm(*(role.tensor_parallel for role in config.slot_roles(pool).values()))
 
 
 def _open(name: str, pool: PoolConfig, ledgers: list[Ledger]) -> list[Ledger]:
-    """Ledgers of the nodes that meet the pool's constraints."""
     allowed = eligible(name, pool, [ledger.node for ledger in ledgers])
     return [ledger for ledger, ok in zip(ledgers, allowed, strict=True) if ok]
 
@@ -98,16 +93,8 @@ def _wanted(config: Config, pool: str) -> float:
     """Most slots that the pool's roles can use, spares included; infinite while one takes all there are."""
     if config.backend == "local":
         return 1
-    workers = [role.workers for name, role in config.roles.items() if role.pool == pool and name not in config.process_roles]
-    most = max(math.inf if count == "auto" else count for count in workers)
+    most = max(math.inf if role.workers == "auto" else role.workers for role in config.slot_roles(pool).values())
     return most if most == math.inf else most + spare_count(int(most), config.pools[pool].capacity_factor)
-
-
-def _place_explicit(name: str, pool: PoolConfig, ledgers: list[Ledger], result: Placement) -> None:
-    assert pool.nodes != "auto"
-    counts = _fit(slots_of(name, pool), (name, pool), pool.nodes, ledgers, result)
-    if counts:
-        result.slots[name] = counts
 
 
 def slots_of(name: str, pool: PoolConfig) -> Want:
@@ -144,8 +131,7 @@ def _place_process_pool(role: str, config: Config, ledgers: list[Ledger], result
     name = config.roles[role].pool
     pool, workers = config.pools[name], config.roles[role].workers
     assert pool.nodes != "auto"
-    counts = _fit(_processes_of(role, config), (name, pool), pool.nodes, ledgers, result)
-    total = sum(pool.nodes)
+    counts, total = _fit(_processes_of(role, config), name, pool, ledgers, result), sum(pool.nodes)
     left = total if workers == "auto" else workers
     if counts is not None and left > total:
         result.problems.append(too_many_workers(role, name, left, total))
@@ -165,21 +151,23 @@ def too_many_workers(role: str, pool: str, workers: int, places: int) -> Problem
     )
 
 
-def _fit(want: Want, pool: tuple[str, PoolConfig], entries: Sequence[int], ledgers: list[Ledger], result: Placement) -> Counts | None:
+def _fit(want: Want, name: str, pool: PoolConfig, ledgers: list[Ledger], result: Placement) -> Counts | None:
     """A node of its own for each entry, and take the places there; None (and a problem) when that is impossible.
 
     All entries ask for multiples of one demand, so a node has one capacity. The order of the config is kept when first fit in that
     order works; otherwise the largest entry chooses first, which finds an assignment whenever there is one: a node that holds the
     larger entry can swap it for any smaller one.
     """
+    entries = pool.nodes
+    assert entries != "auto"
     if sum(entries) == 0:
         remedy = "Write for example [2] for one node with two"
-        result.problems.append(Problem(subject=want.subject, need=f"needs at least {want.many(1)}", free="0", remedy=remedy))
+        result.problems.append(Problem(subject=want.subject, need=f"needs at least {many(1, want.thing)}", free="0", remedy=remedy))
         return None
-    allowed = _open(*pool, ledgers)
+    allowed = _open(name, pool, ledgers)
     needed = sum(entry > 0 for entry in entries)
     if len(entries) <= len(ledgers) and len(allowed) < needed:
-        result.problems.append(unmet(*pool, [ledger.node for ledger in ledgers], needed))
+        result.problems.append(unmet(name, pool, [ledger.node for ledger in ledgers], needed))
         return None
     caps = [0] * len(ledgers)
     for ledger in allowed:
@@ -211,11 +199,10 @@ def _no_fit(want: Want, entries: Sequence[int], caps: list[int], ledgers: list[L
     """The first entry, by size, that the nodes left by larger entries cannot hold."""
     sizes = sorted(entries, reverse=True)
     if len(sizes) > len(ledgers):
-        nodes = f"{len(ledgers)} node{'' if len(ledgers) == 1 else 's'}"
         return Problem(
             subject=want.subject,
             need=f"nodes: needs {len(sizes)}, one for each entry of the pool's nodes",
-            free=nodes,
+            free=many(len(ledgers), "node"),
             remedy=f"Give the pool's nodes at most {len(ledgers)} entries, or add nodes",
         )
     ranked = sorted(allowed, key=lambda ledger: (-caps[ledger.index], -ledger.gpus, -ledger.cpus, ledger.index))
@@ -300,7 +287,6 @@ def _auto_budget(config: Config, ledger: Ledger) -> float:
 
 
 def _none_fits(name: str, pool: PoolConfig, config: Config, allowed: list[Ledger]) -> Problem:
-    """The problem of a pool that got no slot at all."""
     best = max(allowed, key=lambda ledger: (ledger.fits(slot_demand(pool, ledger)), ledger.gpus, ledger.cpus))
     unit, room = parallel_unit(config, name), best.fits(slot_demand(pool, best))
     if not 0 < room < unit:

@@ -14,13 +14,13 @@ from typing import Any, Final
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rolemesh.names import ACTOR, CRITIC, REF, REWARD, ROLLOUT, TEACHER
 from rolemesh.plan.as_json import memory_name
 from rolemesh.plan.balance import seconds
-from rolemesh.plan.ledger import amounts_text, number
+from rolemesh.plan.ledger import amounts_text, many, number
 from rolemesh.plan.memory import size
 from rolemesh.plan.routes import ROUTE_WORDS, why
 from rolemesh.plan.schema import NodeInfo, Plan, Slot, WorkerPlan
@@ -37,7 +37,7 @@ _RANGES: Final = 6
 def render_plan(plan: Plan, console: Console) -> None:
     """Draw the plan: roles, nodes with their slots, memory, derived sizes, warnings and problems."""
     cpus, gpus = sum(node.cpus for node in plan.nodes), sum(node.gpus for node in plan.nodes)
-    what = f"{_many(len(plan.nodes), 'node')}, {_many(cpus, 'CPU')}, {_many(gpus, 'GPU')}"
+    what = f"{many(len(plan.nodes), 'node')}, {many(cpus, 'CPU')}, {many(gpus, 'GPU')}"
     console.print(Text.assemble(("Plan ", "bold"), f"for {plan.origin}: {what}"))
     if plan.workers:
         console.print(_roles_table(plan))
@@ -56,10 +56,6 @@ def render_plan(plan: Plan, console: Console) -> None:
         console.print(Text.assemble(("warning ", "bold yellow"), warning))
     for problem in plan.problems:
         console.print(Text.assemble(("problem ", "bold red"), str(problem)))
-
-
-def _many(count: float, thing: str) -> str:
-    return f"{number(count)} {thing}{'' if count == 1 else 's'}"
 
 
 def ranges(numbers: Iterable[int], most: int | None = None) -> str:
@@ -85,10 +81,13 @@ def _each(values: Iterable[float]) -> str:
     return number(low) if low == high else f"{number(low)} to {number(high)}"
 
 
+def _right(name: str) -> Column:
+    return Column(name, justify="right")
+
+
 def _roles_table(plan: Plan) -> Table:
-    table = Table(title="Roles", title_justify="left", expand=False)
-    for column in ("role", "pool", "nodes", "workers", "ranks", "CPUs each", "GPUs each"):
-        table.add_column(column, justify="left" if column in ("role", "pool", "nodes", "ranks") else "right")
+    columns = "role", "pool", "nodes", _right("workers"), "ranks", _right("CPUs each"), _right("GPUs each")
+    table = Table(*columns, title="Roles", title_justify="left")
     by_role: dict[str, list[WorkerPlan]] = {}
     for worker in plan.workers:
         by_role.setdefault(worker.role, []).append(worker)
@@ -107,7 +106,7 @@ def _roles_table(plan: Plan) -> Table:
     _add_helpers(table, plan)
     table.add_section()
     total = plan.derived
-    cpus, processes = f"{number(float(total['cpus']))} in all", f"{total['processes']} process{'es' if total['processes'] != 1 else ''}"
+    cpus, processes = f"{number(float(total['cpus']))} in all", many(float(total["processes"]), "process")
     table.add_row("total", "", "", str(len(plan.workers)), processes, cpus, f"{total['gpus']} in all")
     return table
 
@@ -124,7 +123,6 @@ def _weight_ways(plan: Plan) -> str:
 
 
 def _add_helpers(table: Table, plan: Plan) -> None:
-    """Helpers of one name in a line each."""
     nodes: dict[str, list[str]] = {}
     for helper in plan.helpers:
         nodes.setdefault(helper.name, []).append(plan.nodes[helper.node].name)
@@ -218,7 +216,6 @@ def _needs(place: Slot | WorkerPlan) -> dict[str, float]:
 
 
 def _host_needs(plan: Plan) -> dict[int, int]:
-    """Estimated bytes of node memory by node."""
     by_name = {(entry.pool, entry.process): entry.host_bytes for entry in plan.memory}
     needs: dict[int, int] = {}
     for name, pool in plan.pools.items():
@@ -250,7 +247,6 @@ def _node_box(nodes: list[NodeInfo], cells: list[list[_Cell]], need: int, labels
 
 
 def _used(node: NodeInfo, cells: list[_Cell]) -> Iterator[str]:
-    """What the plan takes of a node, resource by resource."""
     taken = {name: sum(cell.count * cell.needs.get(name, 0) for cell in cells) for name in ("CPU", "GPU", *node.resources)}
     yield f"{number(taken['CPU'])} of {number(node.cpus)} CPUs"
     if node.gpus or node.gpu_type:
@@ -266,11 +262,7 @@ def _cell_panel(cell: _Cell, title: str, roles: dict[str, list[int]], *, each: b
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table(title="Memory of one process (estimate)", title_justify="left", expand=False)
-    table.add_column("process")
-    table.add_column("role")
-    table.add_column("what")
-    table.add_column("size", justify="right")
+    table = Table("process", "role", "what", _right("size"), title="Memory of one process (estimate)", title_justify="left")
     for entry in plan.memory:
         for position, line in enumerate(entry.lines):
             where = " (GPU)" if line.on_gpu else ""
@@ -287,21 +279,14 @@ def _memory_table(plan: Plan) -> Table:
 
 def _stages_table(plan: Plan) -> Table:
     title = f"Predicted step of {seconds(plan.seconds_per_step)} (rough, longest prompts and answers)"
-    table = Table(title=title, title_justify="left", expand=False)
-    table.add_column("role")
-    table.add_column("call")
-    table.add_column("workers", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("bound by")
+    table = Table("role", "call", _right("workers"), _right("time"), "bound by", title=title, title_justify="left")
     for stage in plan.stages:
         table.add_row(_styled(stage.role, stage.role), stage.call, str(stage.workers), seconds(stage.seconds), stage.bound)
     return table
 
 
 def _derived_table(plan: Plan) -> Table:
-    table = Table(title="Derived sizes", title_justify="left", expand=False, show_header=False)
-    table.add_column("size")
-    table.add_column("value", justify="right")
+    table = Table("size", _right("value"), title="Derived sizes", title_justify="left", show_header=False)
     for name, value in plan.derived.items():
         table.add_row(name.replace("_", " "), value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00"))
     return table

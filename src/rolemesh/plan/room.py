@@ -8,6 +8,7 @@ from functools import cache
 from typing import Final
 
 from rolemesh.errors import Problem
+from rolemesh.plan.ledger import many
 from rolemesh.plan.memory import COPY, size
 from rolemesh.plan.schema import MemoryLine, NodeInfo, PoolMemory
 
@@ -24,27 +25,19 @@ def check_memory(
 ) -> list[Problem]:
     """Nodes and devices that cannot hold their processes. `places[i]` counts the processes of `memory[i]` by node; `devices` are those
     of one slot by pool, a share of one counting as such. Nodes in the same trouble are told once."""
-    problems: dict[str, tuple[Problem, int]] = {}
+    problems: dict[str, list[Problem]] = {}
     needs: dict[int, int] = {}
     cheaper = cache(cheaper)
     for entry, counts in zip(memory, places, strict=True):
         for node, count in counts.items():
             needs[node] = needs.get(node, 0) + count * entry.host_bytes
             if problem := _device_problem(entry, nodes[node], devices.get(entry.pool, 0), cheaper):
-                _count(problems, f"device {entry.pool} {nodes[node].gpu_memory_bytes}", problem)
+                problems.setdefault(f"device {entry.pool} {nodes[node].gpu_memory_bytes}", []).append(problem)
     for node, need in needs.items():
         if need > nodes[node].usable_memory:
             here = [entry for entry, counts in zip(memory, places, strict=True) if node in counts]
-            _count(problems, f"host {need} {nodes[node].usable_memory}", _node_problem(nodes[node], need, here))
-    return [
-        problem if count == 1 else replace(problem, subject=f"{problem.subject} (and {count - 1} more)")
-        for problem, count in problems.values()
-    ]
-
-
-def _count(problems: dict[str, tuple[Problem, int]], kind: str, problem: Problem) -> None:
-    first, count = problems.get(kind, (problem, 0))
-    problems[kind] = (first, count + 1)
+            problems.setdefault(f"host {need} {nodes[node].usable_memory}", []).append(_node_problem(nodes[node], need, here))
+    return [first if not more else replace(first, subject=f"{first.subject} (and {len(more)} more)") for first, *more in problems.values()]
 
 
 def _device_problem(entry: PoolMemory, node: NodeInfo, devices: float, cheaper: Cheaper) -> Problem | None:
@@ -52,7 +45,7 @@ def _device_problem(entry: PoolMemory, node: NodeInfo, devices: float, cheaper: 
     free = round(node.gpu_memory_bytes * devices)
     if not free or entry.gpu_bytes <= free:
         return None
-    what = f"1/{round(1 / devices)} GPU" if devices < 1 else f"{devices:g} GPU{'' if devices == 1 else 's'}"
+    what = f"1/{round(1 / devices)} GPU" if devices < 1 else many(devices, "GPU")
     phase = max(entry.phases, key=entry.phase_bytes.__getitem__, default=None)
     lines = entry.phases[phase] if phase is not None else tuple(line for line in entry.lines if line.on_gpu)
     others = [f"{size(need)} with {option}" for option, need in cheaper(entry.pool)]

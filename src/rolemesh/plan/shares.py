@@ -74,8 +74,8 @@ def _groups(config: Config, placement: Placement) -> dict[int, dict[tuple[str, s
 
 def _scoring_beside(config: Config, pool: str) -> int:
     """Scoring processes that were asked for beside the model of a reward worker in a slot of the pool."""
-    here = [role for name, role in config.roles.items() if name == REWARD and role.pool == pool and name not in config.process_roles]
-    return sum(role.processes or 0 for role in here)
+    here = config.slot_roles(pool).get(REWARD)
+    return (here.processes or 0) if here is not None else 0
 
 
 def _is_flexible(group: _Group, ledger: Ledger) -> bool:

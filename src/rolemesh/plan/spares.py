@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rolemesh.config.schema import PoolConfig
 from rolemesh.errors import Problem
-from rolemesh.plan.ledger import Ledger, Want, misfit, number, slot_demand
+from rolemesh.plan.ledger import Ledger, Want, many, misfit, number, slot_demand
 
 if TYPE_CHECKING:
     from rolemesh.plan.placement import Placement
@@ -48,12 +48,9 @@ def split_off_spares(name: str, pool: PoolConfig, unit: int, ledgers: list[Ledge
     """
     counts = result.slots[name]
     total = sum(counts.values())
-    used = max(
-        (size for size in range(0, total + 1, unit) if size + spare_count(size, pool.capacity_factor) <= total),
-        default=0,
-    )
+    used = max(size for size in range(0, total + 1, unit) if size + spare_count(size, pool.capacity_factor) <= total)
     if used == 0:
-        full = Problem(subject="", need="", free=f"{total} slot{'' if total == 1 else 's'} in all")
+        full = Problem(subject="", need="", free=f"{many(total, 'slot')} in all")
         result.problems.append(_too_few(name, pool, unit, spare_count(unit, pool.capacity_factor), total - unit, full))
         return
     keep, spares = used, spare_count(used, pool.capacity_factor)
@@ -71,12 +68,11 @@ def split_off_spares(name: str, pool: PoolConfig, unit: int, ledgers: list[Ledge
 
 def _too_few(name: str, pool: PoolConfig, slots: int, needed: int, placed: int, full: Problem) -> Problem:
     """`full` is why there is no place for one more."""
-    several = "" if needed == 1 else "s"
     largest = 1 + placed / slots if slots else 1.0
     return replace(
         full,
         subject=f"pools.{name}.capacity_factor",
-        need=f"{number(pool.capacity_factor)} of {slots} slot{'' if slots == 1 else 's'} needs {needed} spare slot{several}, {placed} fit"
+        need=f"{number(pool.capacity_factor)} of {many(slots, 'slot')} needs {many(needed, 'spare slot')}, {placed} fit"
         + (f"; {full.need}" if full.need else ""),
         remedy=f"Lower pools.{name}.capacity_factor to {number(math.floor(100 * largest) / 100)} or less, use fewer slots, or add nodes",
     )
@@ -91,8 +87,7 @@ def spare_advice(placement: Placement, pools: Mapping[str, PoolConfig]) -> Itera
             continue
         # A node takes its own spares with it, so the others must hold enough for its slots.
         covered = all(count - spares.get(node, 0) >= lost for node, lost in slots.items())
-        several = "" if count == 1 else "s"
-        text = f"pool {name}: {count} spare slot{several} for {total} in use (capacity_factor {number(factor)})"
+        text = f"pool {name}: {many(count, 'spare slot')} for {total} in use (capacity_factor {number(factor)})"
         largest = max(slots.values())
         if covered:
             enough = 1 + largest / total
@@ -101,7 +96,7 @@ def spare_advice(placement: Placement, pools: Mapping[str, PoolConfig]) -> Itera
         else:
             wanted = number(math.ceil(100 * (1 + largest / total)) / 100)
             remedy = f"with {wanted} and spares on other nodes it would" if len(slots) > 1 else "that takes spares on another node"
-            yield f"{text} replace {count} process{'' if count == 1 else 'es'}, but not a node with {largest} slots; {remedy}"
+            yield f"{text} replace {many(count, 'process')}, but not a node with {largest} slots; {remedy}"
 
 
 def starved(full: Placement, without: Placement) -> Iterator[str]:

@@ -44,33 +44,26 @@ class _Bad:
     """Only when this rollout engine is used."""
 
 
-def _older(name: str, than: tuple[int, ...]) -> Callable[[Installed], bool]:
-    return lambda installed: release(installed[name]) < than
-
-
 def _for_cuda(other: str, installed: Installed) -> bool:
     return "+cpu" in installed["torch"] and "+cpu" not in installed[other]
 
 
+def _outside(name: str, low: str, below: str, *, newer: bool = False) -> _Bad:
+    """Releases under `low`; with `newer` those from `below` on too, else they are merely untested."""
+
+    def broken(installed: Installed) -> bool:
+        found = release(installed[name])
+        return found < release(low) or (newer and found >= release(below))
+
+    need = f"{low} or newer" + (f", below {below}" if newer else "")
+    extra = "[default]" if name == "ray" else ""
+    return _Bad(packages=(name,), broken=broken, need=need, remedy=f"pip install -U '{name}{extra}>={low},<{below}'")
+
+
 KNOWN_BAD: Final = (
-    _Bad(
-        packages=("ray",),
-        broken=_older("ray", (2, 50)),
-        need="2.50 or newer",
-        remedy="pip install -U 'ray[default]>=2.50,<3'",
-    ),
-    _Bad(
-        packages=("torch",),
-        broken=_older("torch", (2, 10)),
-        need="2.10 or newer",
-        remedy="pip install -U 'torch>=2.10,<3'",
-    ),
-    _Bad(
-        packages=("transformers",),
-        broken=lambda installed: not (5, 9) <= release(installed["transformers"]) < (6,),
-        need="5.9 or newer, below 6",
-        remedy="pip install -U 'transformers>=5.9,<6'",
-    ),
+    _outside("ray", "2.50", "3"),
+    _outside("torch", "2.10", "3"),
+    _outside("transformers", "5.9", "6", newer=True),
     *(
         _Bad(
             packages=("torch", other),

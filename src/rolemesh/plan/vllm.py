@@ -31,18 +31,17 @@ def used_by(config: Config, role: str) -> bool:
 def cache_bytes(facts: ModelFacts, *, slots: int, longest: int, width: int) -> int:
     """Keys and values of so many sequences of the longest length, in numbers of `width` bytes, and an empty block of vLLM's own."""
     blocks = slots * -(-longest // BLOCK_TOKENS) + 1
-    return blocks * BLOCK_TOKENS * 2 * facts.layers * facts.kv_heads * facts.head_dim * width
+    return blocks * BLOCK_TOKENS * 2 * facts.layers * facts.key_value * width
 
 
 def memory(config: Config, facts: ModelFacts, *, longest: int, width: int) -> dict[str, int]:
     """Bytes by what takes them, beside weights and libraries. On CPUs linear layers are packed in place, but the head keeps its weights
     beside the packed ones, as they may be the embedding too."""
     slots, tokens = config.rollout.slots, max(PASS_TOKENS, longest, config.rollout.slots)
-    token = 4 * facts.hidden + (facts.heads + 2 * facts.kv_heads) * facts.head_dim + 3 * facts.mlp_width
     found = {
         "KV cache": cache_bytes(facts, slots=slots, longest=longest, width=width),
         "sampling": slots * facts.vocab * (20 + width),
-        "passes": tokens * token * width,
+        "passes": tokens * facts.pass_width * width,
     }
     return found if has_device(config.pools[config.roles[ROLLOUT].pool]) else found | {"packed head": facts.vocab * facts.hidden * width}
 
@@ -60,7 +59,8 @@ def unfit(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
             free=str(config.rollout.temperature),
             remedy="Set rollout.engine=builtin, or another temperature",
         )
-    if facts is None or has_device(config.pools[role.pool]):
+    pool = config.pools.get(role.pool)
+    if pool is None or facts is None or has_device(pool):
         return
     if facts.head_dim not in CPU_HEADS:
         yield Problem(

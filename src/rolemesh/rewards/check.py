@@ -8,9 +8,9 @@ from typing import Any, Final, TypeAlias
 
 from rolemesh.config.schema import RewardConfig
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.registry import nearest, resolve
+from rolemesh.registry import did_you_mean, nearest, resolve
 from rolemesh.rewards.builtin import REWARDS
-from rolemesh.rewards.declare import declared_check, declared_needs, declared_sources
+from rolemesh.rewards.declare import declared
 
 MOST_LISTED: Final = 20
 """Names that a message lists."""
@@ -55,12 +55,11 @@ def _binding_problems(configs: Sequence[RewardConfig], sources: Sources) -> Iter
     for number, config in enumerate(configs):
         for name in config.sources or ():
             if name not in sources:
-                hint = nearest(name, sources)
                 yield Problem(
                     subject=f"reward.{number}.sources",
                     need=f"must name data sources: {', '.join(sorted(sources)[:MOST_LISTED])}",
                     free=repr(name),
-                    remedy=f"Did you mean {hint!r}?" if hint else "Correct it, or give the source this name (data.train.<n>.name)",
+                    remedy=did_you_mean(name, sources).rstrip() or "Correct it, or give the source this name (data.train.<n>.name)",
                 )
     unscored = [source for source in sources if not any(scores_source(config, source) for config in configs)]
     if unscored and configs:
@@ -89,14 +88,14 @@ def _call_problems(number: int, config: RewardConfig, function: Any) -> Iterator
         )
         return
     try:
-        declared_check(function)(**config.options)
+        declared(function).check(**config.options)
     except ValueError as error:
         yield Problem(subject=f"reward.{number}.options", need=f"{config.name} must be able to use them", free=str(error))
 
 
 def _source_problems(number: int, config: RewardConfig, function: Any, sources: Sources) -> Iterator[Problem]:
     subject = f"reward.{number}.name"
-    known = declared_sources(function)
+    known = declared(function).sources
     unknown = {} if known is None else {source: counts["rows"] for source, counts in sources.items() if source not in known}
     if unknown:
         found = ", ".join(f"{source!r} ({rows} rows)" for source, rows in unknown.items())
@@ -106,7 +105,7 @@ def _source_problems(number: int, config: RewardConfig, function: Any, sources: 
             free=found,
             remedy="Correct the source column, name a function that knows them, or add them to @reward_function(sources=...)",
         )
-    for need in declared_needs(function):
+    for need in declared(function).needs:
         lacking = {
             source: counts["rows"] - counts.get(need, 0) for source, counts in sources.items() if counts.get(need, 0) < counts["rows"]
         }

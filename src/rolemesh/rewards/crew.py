@@ -51,7 +51,8 @@ class Crew:
         self._losses = 0
         self._closed = False
         self._selector = selectors.DefaultSelector()
-        self._link = self._open()
+        self.link = self._open()
+        """To the nursery of now."""
 
     @property
     def children(self) -> list[Child]:
@@ -62,16 +63,6 @@ class Crew:
         """Every place has a process that is ready for work."""
         return sum(child.ready for child in self._children.values()) == self.size
 
-    @property
-    def imported_bytes(self) -> int:
-        """Resident memory of a process that has imported the functions and done nothing yet."""
-        return self._link.held
-
-    @property
-    def asynchronous(self) -> Sequence[bool]:
-        """For each part, whether its function is asynchronous."""
-        return self._link.asynchronous
-
     def forgive(self) -> None:
         """A new call begins: what went wrong in earlier ones does not count any more."""
         self._losses = 0
@@ -80,7 +71,7 @@ class Crew:
         """SIGKILL a process and its group. Its end is news of a later `wait`."""
         if not child.killed:
             child.killed, child.since = True, time.monotonic()
-            self._link.kill(child.number)
+            self.link.kill(child.number)
 
     def flush(self, child: Child) -> None:
         """Send what the stream takes; `wait` sends the rest."""
@@ -113,21 +104,21 @@ class Crew:
         self._closed = True
         self._finalizer()
         self._selector.close()
-        self._link.close()
+        self.link.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------------------
 
     def _open(self) -> NurseryLink:
-        self._link = NurseryLink(self._specs)
-        self._selector.register(self._link.control, selectors.EVENT_READ, None)
+        self.link = NurseryLink(self._specs)
+        self._selector.register(self.link.control, selectors.EVENT_READ, None)
         for place in range(self.size):
             self._start(place)
-        return self._link
+        return self.link
 
     def _start(self, place: int) -> None:
         self._started += 1
         with suppress(OSError):  # then the nursery is gone, which `_hear` notices
-            stream = self._link.start(self._started)
+            stream = self.link.start(self._started)
             child = Child(number=self._started, place=place, stream=stream, since=time.monotonic())
             self._children[child.number] = child
             self._selector.register(stream, selectors.EVENT_READ, child)
@@ -148,12 +139,11 @@ class Crew:
         return answers
 
     def _forget(self, child: Child) -> None:
-        """Listen to its stream no more."""
         with suppress(KeyError):
             self._selector.unregister(child.stream)
 
     def _hear(self) -> list[News]:
-        messages = self._link.hear()
+        messages = self.link.hear()
         if messages is None:
             return self._lost()
         news: list[News] = []
@@ -187,8 +177,8 @@ class Crew:
                 kill_group(child.pid)
             self._drop(child)
             news.append((child, Ended("the nursery has ended", by_itself=False)))
-        self._selector.unregister(self._link.control)
-        self._link.close()
+        self._selector.unregister(self.link.control)
+        self.link.close()
         self._losses += 1
         _back_off(self._losses, "the process that scoring processes come from has ended")
         self._open()
@@ -199,7 +189,7 @@ class Crew:
         now = time.monotonic()
         for child in self.children:
             if child.broken and not child.killed and now > child.since + ENDING_SECONDS:
-                self._link.kill(child.number)
+                self.link.kill(child.number)
                 yield from self._end(child, "it closed its stream and went on")
             elif child.killed and now > child.since + KILL_SECONDS:
                 yield from self._end(child, f"it could not be killed in {KILL_SECONDS:g} s")

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-_PREPARE: Final = "__rolemesh_prepare__"
-_CHECK: Final = "__rolemesh_check__"
+_DECLARED: Final = "__rolemesh_reward__"
+
+
+def _nothing(**options: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """What `reward_function` was told; by default that the function scores anything."""
+
+    needs: tuple[str, ...] = ()
+    sources: frozenset[str] | None = None
+    prepare: Callable[[], object] = _nothing
+    check: Callable[..., object] = _nothing
 
 
 def reward_function(
@@ -24,38 +38,17 @@ def reward_function(
     which all scoring processes are forked: there belong imports and tables that would cost each of them time and memory. `check` is
     called with the options before the run starts and raises ValueError for values that cannot be used.
     """
+    known = None if sources is None else frozenset(sources)
+    told = Declared(needs=tuple(needs), sources=known, prepare=prepare or _nothing, check=check or _nothing)
 
     def declare(function: F) -> F:
-        function.needs = tuple(needs)  # type: ignore[attr-defined]
-        function.sources = None if sources is None else frozenset(sources)  # type: ignore[attr-defined]
-        setattr(function, _PREPARE, prepare or _nothing)
-        setattr(function, _CHECK, check or _nothing)
+        setattr(function, _DECLARED, told)
         return function
 
     return declare
 
 
-def declared_needs(function: Callable[..., Any]) -> tuple[str, ...]:
-    """What `reward_function` declared as needed."""
-    return tuple(getattr(function, "needs", ()))
-
-
-def declared_sources(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The sources that `reward_function` declared; None when it declared none."""
-    return getattr(function, "sources", None)
-
-
-def declared_preparation(function: Callable[..., Any]) -> Callable[[], object]:
-    """The `prepare` that `reward_function` declared; one that does nothing otherwise."""
-    prepare: Callable[[], object] = getattr(function, _PREPARE, _nothing)
-    return prepare
-
-
-def declared_check(function: Callable[..., Any]) -> Callable[..., object]:
-    """The `check` that `reward_function` declared; one that accepts everything otherwise."""
-    check: Callable[..., object] = getattr(function, _CHECK, _nothing)
-    return check
-
-
-def _nothing(**options: object) -> None:
-    pass
+def declared(function: Callable[..., Any]) -> Declared:
+    """What a function says about itself."""
+    told: Declared = getattr(function, _DECLARED, Declared())
+    return told

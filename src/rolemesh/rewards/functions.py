@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat
 
 from rolemesh.registry import resolve
 from rolemesh.rewards.builtin import REWARDS
-from rolemesh.rewards.declare import declared_preparation
-from rolemesh.rewards.results import split_result
-from rolemesh.rewards.work import Answer, Fault, Work
+from rolemesh.rewards.declare import declared
+from rolemesh.rewards.work import ERROR_KEY, Answer, Extra, Fault, Work
 
 if TYPE_CHECKING:
     from rolemesh.config.schema import RewardConfig  # not where only functions run: it takes its time to import
@@ -51,7 +52,7 @@ class ScoringFunctions:
     def prepare(self) -> None:
         """What the functions want done once before they score (`reward_function(prepare=...)`)."""
         for function in self._functions:
-            declared_preparation(function)()
+            declared(function).prepare()
 
     def is_async(self, part: int) -> bool:
         """Several samples of an asynchronous function may be under way at the same time."""
@@ -95,6 +96,11 @@ class ScoringFunctions:
         return self._functions[work.part](work.sample, **self._specs[work.part].options)
 
 
+async def awaited(awaitable: Awaitable[Any]) -> Any:
+    """A coroutine, which loops run, of any awaitable."""
+    return await awaitable
+
+
 def timeout_fault(deadline: float) -> Fault:
     """The fault of a sample whose deadline ended."""
     return Fault(type="Timeout", message=f"no score within deadline={deadline:g} s", timed_out=True)
@@ -106,3 +112,33 @@ def _fault(error: BaseException) -> Fault:
     except Exception as second:  # noqa: BLE001 - an exception that cannot even be shown
         message, trace = f"(its message cannot be shown: {type(second).__name__})", ""
     return Fault(type=type(error).__name__, message=message[:MESSAGE_LENGTH], traceback=trace[-TRACEBACK_LENGTH:])
+
+
+def split_result(result: Any) -> tuple[float | None, dict[str, Extra]]:
+    """(score, extras) of what a function returned: a number or None, a pair (score, extras), or a mapping with the key `score`.
+
+    Raises TypeError for anything else, and what converting a value raises.
+    """
+    score, extras = result, {}
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise TypeError(f"returned a mapping without the key 'score': {sorted(map(str, result))}")
+        extras = {key: value for key, value in result.items() if key != "score"}
+        score = result["score"]
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        score, extras = result[0], dict(result[1])
+    if score is not None and (isinstance(score, str | bytes) or not isinstance(score, SupportsFloat)):
+        raise TypeError(f"returned {type(score).__name__}, expected a number, None, (number, extras) or a mapping with 'score'")
+    wrong = [key for key in extras if not isinstance(key, str) or not key or key == ERROR_KEY]
+    if wrong:
+        raise TypeError(f"returned extras with the key {wrong[0]!r}; keys must be text and not {ERROR_KEY!r}")
+    return (None if score is None else float(score)), {key: _plain(value) for key, value in extras.items()}
+
+
+def _plain(value: Any) -> Extra:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, SupportsFloat):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    return json.dumps(value, sort_keys=True, default=str)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from rolemesh.config.schema import RewardConfig
-from rolemesh.rewards.functions import ScoringFunctions, function_specs
+from rolemesh.rewards.functions import ScoringFunctions, awaited, function_specs
 from rolemesh.rewards.work import Answer, Usage, Work
 
 T = TypeVar("T")
@@ -30,7 +30,10 @@ class InProcess:
     def run(self, works: Sequence[Work]) -> list[Answer]:
         waiting = [index for index, work in enumerate(works) if self._functions.is_async(work.part)]
         later = dict(zip(waiting, _run(self._gather([works[index] for index in waiting])), strict=True)) if waiting else {}
-        answers = [later[index] if index in later else self._functions.answer(work, _wait) for index, work in enumerate(works)]
+        answers = [
+            later[index] if index in later else self._functions.answer(work, lambda result: _run(awaited(result)))
+            for index, work in enumerate(works)
+        ]
         for answer in answers:
             self._usage.count(0, answer.seconds)
         return answers
@@ -50,13 +53,6 @@ class InProcess:
 
     def close(self) -> None:
         """Nothing was started."""
-
-
-def _wait(awaitable: Any) -> Any:
-    async def within() -> Any:
-        return await awaitable
-
-    return _run(within())
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -60,8 +60,9 @@ class NurseryLink:
             self.close()
             raise
         self.held: int = ready["held"]
-        self.forks: bool = ready["forks"]
+        """Resident memory of a process that has imported the functions and done nothing yet."""
         self.asynchronous: list[bool] = ready["asynchronous"]
+        """For each part, whether its function is asynchronous."""
 
     def _hello(self) -> dict[str, Any]:
         """Its first message: ready, or why not."""
@@ -78,7 +79,7 @@ class NurseryLink:
         self.control.setblocking(False)
         hello: dict[str, Any] = messages[0]
         if "problems" in hello:
-            raise ConfigError(problems=[Problem(subject=s, need=n, free=f, remedy=r) for s, n, f, r in hello["problems"]])
+            raise ConfigError(problems=[Problem(**fields) for fields in hello["problems"]])
         if "failed" in hello:
             raise ScoringPoolError(f"importing {self._names} failed: {hello['failed']}\n{hello['traceback']}")
         return hello

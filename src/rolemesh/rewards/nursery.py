@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Final
 
 from rolemesh.errors import ConfigError
@@ -57,8 +58,7 @@ def be_nursery(setup: Mapping[str, Any], descriptor: int) -> None:
     try:
         functions = _import_watched(setup, control)
     except ConfigError as error:
-        problems = [[problem.subject, problem.need, problem.free, problem.remedy] for problem in error.problems]
-        control.sendall(frame({"problems": problems}))
+        control.sendall(frame({"problems": [asdict(problem) for problem in error.problems]}))
     except BaseException as error:  # foreign code is imported here
         control.sendall(frame({"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}))
         raise
@@ -125,7 +125,7 @@ class Nursery:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()  # so that collections in forked processes copy no shared pages
-        self._tell({"held": own_resident_bytes(), "forks": self._forks, "asynchronous": self._functions.asynchronous})
+        self._tell({"held": own_resident_bytes(), "asynchronous": self._functions.asynchronous})
         try:
             while os.getppid() == self._pool:
                 readable, _, _ = select.select([self._control, self._wakeup], [], [], 1.0)

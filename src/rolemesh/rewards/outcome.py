@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rolemesh.batch import Batch
 from rolemesh.batch.columns import EXTRA
-from rolemesh.rewards.results import ERROR_KEY, Extra
+from rolemesh.rewards.work import ERROR_KEY, Extra
 
 Status: TypeAlias = Literal["ok", "error", "timeout", "not_finite", "abstained", "environment"]
 

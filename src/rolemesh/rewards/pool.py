@@ -57,10 +57,6 @@ class _Call:
         self.answers[number] = answer
         self.open -= 1
 
-    def give_back(self, numbers: Sequence[int]) -> None:
-        """These come next."""
-        self.pending.extendleft(reversed(numbers))
-
 
 class ScoringPool:
     """An `Executor` of `processes` scoring processes. Serves one call at a time; others wait their turn.
@@ -129,7 +125,7 @@ class ScoringPool:
                 self._crew.kill(child)
 
     def _check_memory(self) -> None:
-        imported = self._crew.imported_bytes / MIB
+        imported = self._crew.link.held / MIB
         problems = [
             Problem(
                 subject=f"reward.{part}.memory_mb",
@@ -181,7 +177,7 @@ class ScoringPool:
 
     def _send(self, child: Child, call: _Call, number: int, now: float) -> None:
         work = call.works[number]
-        child.part, child.several = work.part, self._crew.asynchronous[work.part]
+        child.part, child.several = work.part, self._crew.link.asynchronous[work.part]
         child.send(number, {"id": number, "part": work.part, "sample": dump_sample(work.sample)}, now)
 
     # -- taking in ------------------------------------------------------------------------------------------------------------
@@ -200,7 +196,6 @@ class ScoringPool:
                 self._take(child, news, call)
 
     def _patience(self, now: float) -> float:
-        """Seconds until something comes due."""
         due = [PATIENCE_SECONDS]
         for child in self._crew.children:
             if child.held and not child.killed:
@@ -210,7 +205,6 @@ class ScoringPool:
         return max(0.0, min(due))
 
     def _take(self, child: Child, message: Mapping[str, Any], call: _Call) -> None:
-        """An answer has arrived."""
         number = message["id"]
         if not child.done(number, time.monotonic()):
             return  # of a call that ended early
@@ -245,12 +239,11 @@ class ScoringPool:
             number, fault = verdict
             self._answer(child, number, Answer(fault=fault, seconds=time.monotonic() - child.held[number]), call)
             rest.remove(number)
-        call.give_back(rest)
+        call.pending.extendleft(reversed(rest))  # these come next
 
     # -- limits ---------------------------------------------------------------------------------------------------------------
 
     def _limit(self, child: Child) -> float:
-        """Seconds that the pool waits for the sample under way."""
         return self._deadlines[child.part] + (GRACE_SECONDS if child.several else 0.0)
 
     def _enforce(self, now: float) -> None:

@@ -13,13 +13,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, NoReturn
 
-from rolemesh.rewards.functions import ScoringFunctions
+from rolemesh.rewards.functions import ScoringFunctions, awaited
 from rolemesh.rewards.system import be_first_to_go, die_with, own_resident_bytes
 from rolemesh.rewards.wire import CHUNK, Inbox, frame
-from rolemesh.rewards.work import Answer, Work, dump_answer, load_sample
+from rolemesh.rewards.work import Answer, Work, load_sample
 
 
 class ScoringProcess:
@@ -38,33 +39,24 @@ class ScoringProcess:
             if self._functions.is_async(message["part"]):
                 self._loop.run(self._serve_async(message))
             else:
-                self._reply(message["id"], self._functions.answer(_work(message), self._wait))
-            self._disarm()
-
-    def _wait(self, awaitable: Any) -> Any:
-        async def within() -> Any:
-            return await awaitable
-
-        return self._loop.run(within())
+                self._reply(message["id"], self._functions.answer(_work(message), lambda result: self._loop.run(awaited(result))))
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left running must not hit the next sample
 
     async def _serve_async(self, first: Mapping[str, Any]) -> None:
         """Answer messages side by side until none is under way."""
         loop = asyncio.get_running_loop()
         under_way: set[asyncio.Task[None]] = set()
 
-        def begin(message: Mapping[str, Any]) -> None:
-            under_way.add(asyncio.ensure_future(self._answer_async(message)))
+        def begin(messages: Iterable[Mapping[str, Any]]) -> None:
+            under_way.update(asyncio.ensure_future(self._answer_async(message)) for message in messages)
 
         def arrive() -> None:
             data = self._stream.recv(CHUNK)
             self._ended = not data
             self._inbox.feed(data)
-            for message in self._inbox.take():
-                begin(message)
+            begin(self._inbox.take())
 
-        begin(first)
-        for message in self._inbox.take():
-            begin(message)
+        begin([first, *self._inbox.take()])
         loop.add_reader(self._stream, arrive)
         try:
             while under_way and not self._ended:
@@ -77,12 +69,7 @@ class ScoringProcess:
         self._reply(message["id"], await self._functions.answer_async(_work(message)))
 
     def _reply(self, number: int, answer: Answer) -> None:
-        self._stream.sendall(frame({"id": number, "held": own_resident_bytes(), **dump_answer(answer)}))
-
-    @staticmethod
-    def _disarm() -> None:
-        """An alarm that a function left running must not hit the next sample."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._stream.sendall(frame({"id": number, "held": own_resident_bytes(), **asdict(answer)}))
 
 
 def _work(message: Mapping[str, Any]) -> Work:

@@ -21,8 +21,7 @@ from rolemesh.protocols.reward import Sample
 from rolemesh.protocols.task import load_task
 from rolemesh.rewards.check import scores_source
 from rolemesh.rewards.outcome import Outcome, Status, outcome_columns
-from rolemesh.rewards.results import Extra
-from rolemesh.rewards.work import Answer, Executor, Fault, Work
+from rolemesh.rewards.work import Answer, Executor, Extra, Fault, Work
 
 _PLACE: Final = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 """A place in a traceback."""

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from rolemesh.protocols.reward import Sample
 from rolemesh.protocols.task import dump_task, load_task
-from rolemesh.rewards.results import Extra
+
+Extra: TypeAlias = float | str | None
+"""A value beside the score: numbers and booleans as floats, NaN as None, text, anything else as JSON text."""
+ERROR_KEY: Final = "reward_error"
+"""Key of the extras that is rolemesh's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +86,7 @@ class Executor(Protocol):
 
 def dump_sample(sample: Sample) -> dict[str, Any]:
     """Plain data of a sample, for JSON."""
-    return {
-        "draw": sample.draw,
-        "sample": sample.sample,
-        "source": sample.source,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "answer": sample.answer,
-        "task": dump_task(sample.task),
-        "finish_reason": sample.finish_reason,
-        "turns": list(sample.turns),
-        "environment_reward": sample.environment_reward,
-    }
+    return {name: getattr(sample, name) for name in sample.__slots__} | {"task": dump_task(sample.task)}
 
 
 def load_sample(fields: Mapping[str, Any]) -> Sample:
@@ -101,23 +94,7 @@ def load_sample(fields: Mapping[str, Any]) -> Sample:
     return Sample(**{**fields, "task": load_task(fields["task"]), "turns": tuple(fields["turns"])})
 
 
-def dump_answer(answer: Answer) -> dict[str, Any]:
-    """Plain data of an answer, for JSON with NaN."""
-    fault = answer.fault
-    return {
-        "value": answer.value,
-        "extras": dict(answer.extras),
-        "fault": fault and [fault.type, fault.message, fault.traceback, fault.timed_out],
-        "seconds": answer.seconds,
-    }
-
-
 def load_answer(fields: Mapping[str, Any]) -> Answer:
-    """The answer that `dump_answer` was given."""
+    """The answer whose `asdict` came as JSON with NaN, perhaps with more beside it."""
     fault = fields["fault"]
-    return Answer(
-        value=fields["value"],
-        extras=fields["extras"],
-        fault=None if fault is None else Fault(type=fault[0], message=fault[1], traceback=fault[2], timed_out=fault[3]),
-        seconds=fields["seconds"],
-    )
+    return Answer(value=fields["value"], extras=fields["extras"], fault=fault and Fault(**fault), seconds=fields["seconds"])
