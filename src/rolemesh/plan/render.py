@@ -114,10 +114,11 @@ def _roles_table(plan: Plan) -> Table:
 def _weight_ways(plan: Plan) -> str:
     """`rollout 0-1 in the actor's process; rollout 2 through shared memory in bfloat16 (the actor's node)`."""
     ranks: dict[tuple[str, str], list[int]] = {}
+    home = next((worker.node for worker in plan.workers if worker.role == ACTOR), None)
     for worker in plan.workers:
         if worker.weights is not None:
             sent = f" in {worker.weight_format}" if worker.weight_format else ""
-            reason = why(worker.weights, same_node=worker.node == plan.of_role(ACTOR)[0].node)
+            reason = why(worker.weights, same_node=worker.node == home)
             ranks.setdefault((worker.role, ROUTE_WORDS[worker.weights] + sent + (f" ({reason})" if reason else "")), []).append(worker.rank)
     return "; ".join(f"{role} {ranges(found, _RANGES)} {way}" for (role, way), found in ranks.items())
 
