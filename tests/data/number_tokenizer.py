@@ -10,6 +10,7 @@ class Numbers:
     eos_token_id = 2
     name_or_path = "numbers"
     chat_template = None
+    added_tokens_decoder = {}
 
     def __call__(self, text, *, add_special_tokens):
         assert not add_special_tokens
