@@ -167,7 +167,7 @@ def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) ->
     (tmp_path / "rewards.py").write_text("def score(sample, **options):\n    raise RuntimeError('the judge is out')\n")
     done = rolemesh(
         tmp_path, "train", "backend=local", "pools.main.nodes=[1]", "sft=null", "reward=[{name: 'rewards:score'}]",
-        "trainer.steps=1", "data.eval_size=4", "data.size=5000", "trainer.prompts_per_step=2", "algorithm.group_size=2",
+        "trainer.steps=1", "data.eval_size=4", "data.size=200", "trainer.prompts_per_step=2", "algorithm.group_size=2",
         "trainer.minibatches=1",
     )  # fmt: skip
     assert done.returncode == 4, done.stdout + done.stderr

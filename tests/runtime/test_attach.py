@@ -91,6 +91,7 @@ def attached(story: dict[str, Any], then: Any = None, **options: Any) -> dict[st
     return backend.run(main())
 
 
+@pytest.mark.slow
 def test_a_process_whose_call_does_not_end_is_replaced_alone(story: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 sleeps for ever. Rank 0, which waited for it in a collective, is freed and goes on."""
     monkeypatch.setattr("rolemesh.runtime.pool.TAKE_SECONDS", 2.0)
@@ -152,6 +153,7 @@ def test_the_store_goes_on_and_knows_what_it_was_told(story: dict[str, Any]) -> 
     story["backend"].run(main())
 
 
+@pytest.mark.slow
 def test_a_pool_of_another_shape_is_given_back_first(story: dict[str, Any]) -> None:
     before = attached(story)
     found = attached(story, slots=3)

@@ -353,6 +353,7 @@ def test_owners_tell_their_facts_again_and_readers_only_wait_longer(backend: Bac
 
 
 @slow_on_ray
+@pytest.mark.slow
 def test_a_restart_brings_back_the_last_word_on_a_key_only(backend: Backend) -> None:
     """Of two writers the later one, and what was deleted stays deleted."""
 
@@ -373,6 +374,7 @@ def test_a_restart_brings_back_the_last_word_on_a_key_only(backend: Backend) -> 
     on(backend, test)
 
 
+@pytest.mark.slow
 def test_what_somebody_else_took_over_does_not_come_back_with_the_earlier_owner(backend: Backend) -> None:
     """Even when the later owner is gone by the time the store restarts."""
 
@@ -465,6 +467,7 @@ async def test_who_was_a_stranger_when_it_asked_asks_again_though_it_was_introdu
 
 
 @slow_on_ray
+@pytest.mark.slow
 def test_a_restart_expires_no_lease(backend: Backend) -> None:
     """Also when the store is away for longer than the lease lasts; a lease that is not kept afterwards ends."""
 

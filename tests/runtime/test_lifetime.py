@@ -343,6 +343,7 @@ def test_a_run_has_one_driver(name: str, drive: Drive) -> None:
     driver.kill()
 
 
+@pytest.mark.slow
 def test_of_janitors_that_start_at_once_one_stays(name: str) -> None:
     program = Path(rolemesh.__file__).parent / "runtime" / "janitor_process.py"
     starts = [subprocess.Popen([sys.executable, "-I", "-S", str(program), name]) for _ in range(8)]

@@ -145,6 +145,7 @@ def test_A10_twenty_launches_with_sixteen_processes_each(backend: Backend) -> No
     backend.run(main())
 
 
+@pytest.mark.slow
 def test_uneven_pools_and_shared_devices(backend: Backend) -> None:
     """[4, 2] slots with a third of a device each: four on two devices of one node, two on one device of the other. Beside somebody who
     holds a part of a device, which no slot may land on while whole ones are asked for."""
@@ -270,6 +271,7 @@ def test_I04_helpers_and_probes_run_where_they_are_told(backend: Backend) -> Non
     backend.run(main())
 
 
+@pytest.mark.slow
 def test_A19_ranks_meet_at_the_interface_that_was_asked_for(backend: Backend) -> None:
     """`lo` does what a second card does: another address than the one by which Ray knows the nodes."""
 
