@@ -181,6 +181,17 @@ def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) ->
     assert "rewards.py" in (run / "logs" / "error.txt").read_text()
 
 
+def test_the_newest_model_is_that_of_a_run_which_trained(tmp_path: Path) -> None:
+    trained = RunDirectory.create(tmp_path / "runs", "trained")
+    serving = RunDirectory.create(tmp_path / "runs", "trained-serve")
+    for run in (trained, serving):
+        run.config.write_text("name: mine\n")
+    (trained.checkpoint(1) / "model").mkdir(parents=True)
+    done = rolemesh(tmp_path, "generate", "1 + 2 =")
+    assert done.returncode == 2
+    assert "step-1" in done.stderr, "what was found is told of: the checkpoint, which is not complete"
+
+
 def test_a_recipe_beside_a_run_is_refused(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "mine")
     run.config.write_text("name: mine\n")

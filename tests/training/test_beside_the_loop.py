@@ -1,6 +1,7 @@
 """What happens beside the loop: options that change while a run trains, devices that phases hold, calls that take long."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -184,11 +185,16 @@ def test_set_reaches_a_run_of_another_process(tmp_path: Path) -> None:
             assert time.monotonic() < ends, "the run did not start"
             time.sleep(0.5)
         directory = RunDirectory.open(runs[0])
-        changing = [sys.executable, "-m", "rolemesh", "set", str(directory.path), "trainer.steps=6"]
-        done = subprocess.run(changing, capture_output=True, text=True, check=False, timeout=90)
+        changing = [sys.executable, "-m", "rolemesh", "set", str(directory.path)]
+        refused = subprocess.run([*changing, "trainer.steps=1"], capture_output=True, text=True, check=False, timeout=90)
+        assert refused.returncode == 2
+        (least,) = re.findall(r"at least (\d+)", refused.stderr)
+        last = int(least) + 60
+        done = subprocess.run([*changing, f"trainer.steps={last}"], capture_output=True, text=True, check=False, timeout=90)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        assert "trainer.steps=6 from step" in done.stdout
-        assert training.wait(120) == 0
+        assert f"trainer.steps={last} from step" in done.stdout
+        assert training.wait(180) == 0
     finally:
         training.kill()
-    assert any("trainer.steps=6" in str(event) for event in read_json_lines(directory.events))
+    assert directory.checkpoint(last).is_dir()
+    assert any(f"trainer.steps={last}" in str(event) for event in read_json_lines(directory.events))

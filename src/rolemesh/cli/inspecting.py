@@ -58,6 +58,8 @@ def plan(
     config = load_config(*recipe_and_overrides(arguments))
     versions = check_versions(config.rollout.engine)
     problems = [*check_config(config, builtins={"reward.name": list(REWARDS)}), *versions.problems]
+    if nodes:  # this machine need not see what imagined ones share
+        problems = [problem for problem in problems if problem.subject != "trainer.publish_folder"]
     if live and (nodes or config.cluster.address is None):
         free = f"--nodes {' '.join(nodes)}" if nodes else "none"
         problem = Problem(subject="--live", need="needs cluster.address, and no --nodes", free=free, remedy="Set cluster.address=auto")

@@ -14,7 +14,7 @@ import typer
 from rolemesh.cli.options import Arguments, AsJson, RunsDir, overrides_only, recipe_and_overrides
 from rolemesh.config import Config, load_config
 from rolemesh.errors import ConfigError, Problem
-from rolemesh.observe import RunDirectory, find_run, write_json
+from rolemesh.observe import RunDirectory, find_run, list_runs, write_json
 from rolemesh.observe.console import TrainingDisplay
 
 
@@ -173,19 +173,27 @@ def serve(
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; standard input, a prompt a line, when none are given.")] = None,
-    run: Annotated[str | None, typer.Option(help="Answer with the newest checkpoint of this run (default: the newest run).")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Answer with the newest checkpoint of this run (default: the newest run that has one).")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Answer prompts with a trained model, in this process."""
     prompts = prompts or _lines()
-    directory = find_run(runs_dir, run)
+    directory = find_run(runs_dir, run) if run is not None else _newest_trained(runs_dir)
     config = load_config(directory.config, [_model_of(directory), "backend=local"])
     _prepare_process()
     from rolemesh.training.tasks import run_generation
 
     for answer in run_generation(config, prompts, temperature):
         typer.echo(answer)
+
+
+def _newest_trained(runs_dir: Path) -> RunDirectory:
+    """The newest run that has checkpoints, which what only serves a model has not; else as `find_run`."""
+    trained = [found for found in list_runs(runs_dir) if any(found.checkpoints.glob("step-*"))]
+    return trained[-1] if trained else find_run(runs_dir, None)
 
 
 def _lines() -> list[str]:

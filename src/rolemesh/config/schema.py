@@ -243,7 +243,8 @@ class TrainerConfig(Section):
     alone, which they merge themselves: far less to send, but each of them keeps the model's own weights in float32 as well."""
     publish_folder: Path | None = None
     """Folder on a file system that all nodes share, through which weights are published as safetensors files to all that are not in the
-    actor's process; by default they go through the node's shared memory, and to other nodes through the object store."""
+    actor's process; by default they go through the node's shared memory, and to other nodes through the object store. It must be there,
+    and the run removes its files when it ends."""
     verify_weights: Literal["sample", "full"] = "sample"
     """What the checksum of a bucket covers: one word of each 4 KiB, which shows what was not written; or every one."""
     offload: bool = False

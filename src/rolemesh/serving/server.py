@@ -83,7 +83,11 @@ class Server:
                 sockets = await listen(runner.server, self._serve.host, self._serve.port, most_connections(self._serve.requests))
             except OSError as error:
                 where = f"{self._serve.host}:{self._serve.port}"
-                raise ConfigError.one("rollout.serve", f"it must be possible to listen on {where}", str(error), "Set port=0") from error
+                need, remedy = (
+                    f"it must be possible to listen on {where}",
+                    "Set rollout.serve.port=0 for any free port, or rollout.serve.host to an address of this machine",
+                )
+                raise ConfigError.one("rollout.serve", need, str(error), remedy) from error
             host, port = sockets.sockets[0].getsockname()[:2]
             try:
                 yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

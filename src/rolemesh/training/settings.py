@@ -99,15 +99,22 @@ async def _follow(run: TrainingRun) -> None:
 
 
 def _answer(run: TrainingRun, overrides: Sequence[str]) -> dict[str, Any]:
+    step = run.recorder.step + 1
     try:
         check_wishes(overrides)
         wished = load_config(str(run.directory.config), overrides)
         if problems := check_config(wished):
             raise ConfigError(problems=problems)
+        if wished.trainer.steps < step:  # the last step is the one that is evaluated and saved
+            raise ConfigError.one(
+                "trainer.steps",
+                f"at least {step}, since step {step - 1} is under way or done",
+                str(wished.trainer.steps),
+                f"Set trainer.steps={step} to end soon, with an evaluation and a checkpoint",
+            )
     except ConfigError as error:
         return {"problems": [asdict(problem) for problem in error.problems]}
     write_text(run.directory.config, dump_config(wished))
     run.wished = wished
-    step = run.recorder.step + 1
     run.recorder.note(f"from step {step} on: {', '.join(overrides)}")
     return {"step": step}
