@@ -153,7 +153,6 @@ def test_the_store_goes_on_and_knows_what_it_was_told(story: dict[str, Any]) -> 
     story["backend"].run(main())
 
 
-@pytest.mark.slow
 def test_a_pool_of_another_shape_is_given_back_first(story: dict[str, Any]) -> None:
     before = attached(story)
     found = attached(story, slots=3)
