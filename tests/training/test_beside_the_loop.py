@@ -169,12 +169,12 @@ async def test_H14_what_is_told_names_ranks_call_and_place_in_the_code() -> None
 def test_set_reaches_a_run_of_another_process(tmp_path: Path) -> None:
     config = small(tmp_path, "trainer.steps=500", "pools.main.nodes=[1]", "sft=null")
     overrides = [f"runs_dir={config.runs_dir}", "trainer.steps=500", "pools.main.nodes=[1]", "sft=null"]
-    command = [sys.executable, "-m", "rolemesh", "train", "demo", *SMALL, *overrides]
+    command = [sys.executable, "-m", "rolemesh.cli", "train", "demo", *SMALL, *overrides]
 
     def runs() -> list[RunDirectory]:
         return [RunDirectory(path) for path in config.runs_dir.glob("*") if (path / "metrics.jsonl").exists()]
 
-    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         ends = time.monotonic() + 120
         while (
@@ -185,7 +185,7 @@ def test_set_reaches_a_run_of_another_process(tmp_path: Path) -> None:
             assert time.monotonic() < ends, "the run did not start"
             time.sleep(0.5)
         directory = RunDirectory.open(runs[0])
-        changing = [sys.executable, "-m", "rolemesh", "set", str(directory.path)]
+        changing = [sys.executable, "-m", "rolemesh.cli", "set", str(directory.path)]
         refused = subprocess.run([*changing, "trainer.steps=1"], capture_output=True, text=True, check=False, timeout=90)
         assert refused.returncode == 2
         (least,) = re.findall(r"at least (\d+)", refused.stderr)
