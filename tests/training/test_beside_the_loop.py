@@ -67,6 +67,27 @@ def test_options_that_cannot_change_or_do_not_fit_are_refused_and_change_nothing
     assert load_config(directory.config) == small(tmp_path, *ONE_PROCESS, "sft=null")
 
 
+def test_a_run_is_not_to_end_before_the_step_that_is_under_way(tmp_path: Path) -> None:
+    """Its last step is the one that is evaluated and saved. Other options change in that step too."""
+    refused: list[str] = []
+
+    async def my_loop(run: TrainingRun) -> None:
+        await phases.publish(run)
+        for number in run.steps():
+            if number == 2:
+                with pytest.raises(ConfigError) as error:
+                    await settings.ask(run.session.kv, ["trainer.steps=2"], 30)
+                refused.append(str(error.value))
+            await loop.step(run)
+            if number == 3:
+                assert await settings.ask(run.session.kv, ["trainer.save_every=1"], 30) == 4
+
+    directory, _ = train(tmp_path, my_loop, "trainer.steps=3")
+    assert len(refused) == 1
+    assert "at least 3, since step 2 is under way" in refused[0]
+    assert [row["step"] for row in rows(directory)] == [1, 2, 3]
+
+
 def test_a_coefficient_that_is_changed_replaces_what_was_adapted(tmp_path: Path) -> None:
     used: list[float] = []
 

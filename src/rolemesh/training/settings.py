@@ -105,7 +105,8 @@ def _answer(run: TrainingRun, overrides: Sequence[str]) -> dict[str, Any]:
         wished = load_config(str(run.directory.config), overrides)
         if problems := check_config(wished):
             raise ConfigError(problems=problems)
-        if wished.trainer.steps < step:  # the last step is the one that is evaluated and saved
+        steps = (run.wished or run.config).trainer.steps
+        if wished.trainer.steps < min(step, steps):  # the last step is the one that is evaluated and saved
             raise ConfigError.one(
                 "trainer.steps",
                 f"at least {step}, since step {step - 1} is under way or done",
