@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -190,6 +191,15 @@ def test_a_folder_of_config_and_tokenizer_alone_is_no_model(tmp_path: Path) -> N
 def test_a_runs_folder_that_cannot_be_made_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     assert f"{tmp_path / 'file'} is a file" in refused(tmp_path, f"runs_dir={tmp_path / place}")["runs_dir"]
+
+
+def test_an_address_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        told = refused(tmp_path, f"rollout.serve.port={port}")["rollout.serve"]
+        assert f"listen on 127.0.0.1:{port}" in told
+        assert "rollout.serve.port=0" in told
+    assert "listen on 203.0.113.7:0" in refused(tmp_path, "rollout.serve.host=203.0.113.7")["rollout.serve"]
 
 
 def test_an_evaluation_without_a_reward_is_refused(tmp_path: Path) -> None:

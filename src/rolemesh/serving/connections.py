@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 from typing import Final, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+
+from rolemesh.errors import ConfigError
 
 MOST_CONNECTIONS: Final = 1024
 BACKLOG: Final = 64
@@ -43,3 +46,20 @@ async def listen(server: web.Server, host: str, port: int, most: int) -> asyncio
     """Have `server` speak on at most about so many connections. Raises OSError when the address cannot be had."""
     loop = asyncio.get_running_loop()
     return await loop.create_server(lambda: server() if len(server.connections) < most else _Full(), host, port, backlog=BACKLOG)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ConfigError, as a run does that is to listen there, if the address cannot be had now."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server: what has just ended is in nobody's way
+                trial.bind(address)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    need = f"it must be possible to listen on {host}:{port}"
+    remedy = "Set rollout.serve.port=0 for any free port, or rollout.serve.host to an address of this machine"
+    return ConfigError.one("rollout.serve", need, str(error), remedy)

@@ -23,7 +23,7 @@ from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRe
 from rolemesh.models import encode_prompt
 from rolemesh.protocols.requests import Answer, Answering
 from rolemesh.serving.answers import Shape, finish
-from rolemesh.serving.connections import listen, log, most_connections
+from rolemesh.serving.connections import cannot_listen, listen, log, most_connections
 from rolemesh.serving.requests import ChatBody, CompletionBody, Limits, Questions, Refused, check_length, parse, questions
 from rolemesh.serving.text import Reading
 
@@ -82,12 +82,7 @@ class Server:
             try:
                 sockets = await listen(runner.server, self._serve.host, self._serve.port, most_connections(self._serve.requests))
             except OSError as error:
-                where = f"{self._serve.host}:{self._serve.port}"
-                need, remedy = (
-                    f"it must be possible to listen on {where}",
-                    "Set rollout.serve.port=0 for any free port, or rollout.serve.host to an address of this machine",
-                )
-                raise ConfigError.one("rollout.serve", need, str(error), remedy) from error
+                raise cannot_listen(self._serve.host, self._serve.port, error) from error
             host, port = sockets.sockets[0].getsockname()[:2]
             try:
                 yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

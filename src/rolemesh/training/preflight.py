@@ -12,7 +12,7 @@ from rolemesh import models
 from rolemesh.algorithms import ALGORITHMS, check_needs
 from rolemesh.config import check_config
 from rolemesh.config.model_files import read_model_facts
-from rolemesh.config.schema import Config
+from rolemesh.config.schema import Config, ServeConfig
 from rolemesh.data import EvalSet, PromptMixture, open_prompts, open_sft_prompts
 from rolemesh.data.mixture import merged_summary
 from rolemesh.engines.rollout import ENGINES, check_engine
@@ -118,6 +118,8 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     _collect(problems, lambda: check_engine(config.rollout.engine, deterministic=config.deterministic, filtered=filtered))
     if (environment := config.environment) is not None:
         _collect(problems, lambda: check_environment_section(environment, tokenizer, chat=config.data.chat))
+    if (serve := config.rollout.serve) is not None:
+        _collect(problems, lambda: _check_address(serve))
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     _collect(problems, lambda: check_environment(config))
@@ -133,6 +135,12 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     assert tokenizer is not None
     assert opened is not None
     return Checked(config=config, site=site, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)
+
+
+def _check_address(serve: ServeConfig) -> None:
+    from rolemesh.serving import check_address  # an HTTP server is loaded where one is wanted
+
+    check_address(serve.host, serve.port)
 
 
 def _check_critic_model(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
