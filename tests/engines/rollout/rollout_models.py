@@ -156,3 +156,14 @@ def forward_logprobs(model: PreTrainedModel, prompt: Iterable[int], tokens: list
     prompt = list(prompt)
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float() / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def largest_gap(
+    model: PreTrainedModel, requests: Iterable[Request], done: dict[tuple[int, int], Completion], temperature: float = 1.0
+) -> float:
+    """Between the log-probabilities of the answers and those that a trainer computes."""
+    prompts = {request.id: request.prompt_ids for request in requests}
+    return max(
+        (forward_logprobs(model, prompts[id], completion.token_ids, temperature) - torch.tensor(completion.logprobs)).abs().max().item()
+        for id, completion in done.items()
+    )

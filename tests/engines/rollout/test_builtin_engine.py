@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from rollout_models import FAST, GENERIC, VOCABULARY, drain, forward_logprobs, generate, make_model, make_requests, sampling
+from rollout_models import FAST, GENERIC, VOCABULARY, drain, forward_logprobs, generate, largest_gap, make_model, make_requests, sampling
 
 from rolemesh.engines.rollout import fast
 from rolemesh.engines.rollout.builtin import BuiltinEngine
@@ -21,14 +21,6 @@ def engine_with(model, kind="llama", slots=5, version=0, **settings):
     engine = BuiltinEngine(make_model(kind, seed=99), slots=slots, **{**LIMITS, **settings})
     engine.load_weights(model.named_parameters(), version)
     return engine
-
-
-def largest_gap(model, requests, done, temperature=1.0):
-    prompts = {request.id: request.prompt_ids for request in requests}
-    return max(
-        (forward_logprobs(model, prompts[id], completion.token_ids, temperature) - torch.tensor(completion.logprobs)).abs().max().item()
-        for id, completion in done.items()
-    )
 
 
 @pytest.mark.parametrize("kind", FAST)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sglang_stub
 import torch
-from rollout_models import drain, forward_logprobs, generate, make_model, make_requests, sampling
+from rollout_models import drain, generate, largest_gap, make_model, make_requests, sampling
 
 from rolemesh.engines.rollout import check_engine, create_engine
 from rolemesh.engines.rollout.borrowed import config_folder
@@ -26,14 +26,6 @@ def loaded(name="sglang_stub:SglangOnStub", slots=4, longest=12, **changes):
     )  # fmt: skip
     engine.load_weights(model.named_parameters(), 0)
     return engine, model
-
-
-def largest_gap(model, requests, done, temperature=1.0):
-    prompts = {request.id: request.prompt_ids for request in requests}
-    return max(
-        (forward_logprobs(model, prompts[id], completion.token_ids, temperature) - torch.tensor(completion.logprobs)).abs().max().item()
-        for id, completion in done.items()
-    )
 
 
 def test_D15_logprobs_are_after_temperature_over_all_tokens_also_where_few_may_be_sampled():

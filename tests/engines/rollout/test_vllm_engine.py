@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from rollout_models import VOCABULARY, WIDE, drain, forward_logprobs, generate, make_model, make_requests, sampling
+from rollout_models import VOCABULARY, WIDE, drain, forward_logprobs, generate, largest_gap, make_model, make_requests, sampling
 
 from rolemesh.config.model_files import ModelFacts
 from rolemesh.engines.rollout import create_engine
@@ -36,14 +36,6 @@ def loaded(kind="llama", version=0, **settings):
     engine = engine_for(model, **settings)
     engine.load_weights(model.named_parameters(), version)
     return engine, model
-
-
-def largest_gap(model, requests, done, temperature=1.0):
-    prompts = {request.id: request.prompt_ids for request in requests}
-    return max(
-        (forward_logprobs(model, prompts[id], completion.token_ids, temperature) - torch.tensor(completion.logprobs)).abs().max().item()
-        for id, completion in done.items()
-    )
 
 
 def publish(engine, outlet, model, version, damage=None):
