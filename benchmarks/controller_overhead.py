@@ -10,6 +10,8 @@ no-op      a registered method without arguments on a group of two: Ray's two ca
 N MB       two workers write two columns of so many bytes together, and two others read them, data-parallel. Ray: two actors return the
            same Arrow tables (or numpy arrays) and two others get the references at once, without a wait in between. Who reads touches every
            page. `controller_ms` is the CPU time of the controller's thread in both calls, `driver_ms` that of its whole process.
+           Counted from when every process has been in all of the store: until then most of the time is the kernel's, for pages that a
+           process has not touched, and whoever called last had touched most.
 start      a pool and a group of two until both are initialized, over two actors that import the same modules.
 dispatch   split, submit and collect of a data-parallel call on 8,192 rows for 1,000 fake processes, which answer in no time: ms.
 
@@ -50,6 +52,7 @@ TOKEN_BYTES = 8
 """Of an id and a log-probability."""
 FAKES, FAKE_ROWS = 1000, 8192
 IN_A_ROW = 20
+STORE_BYTES = 600_000_000
 VERL_SECONDS = 120.0
 
 
@@ -135,7 +138,7 @@ async def new_group(backend: Backend, name: str) -> WorkerGroup:
 def prompts(backend: Backend, rows: int) -> BatchRef:
     ids = {"draw": np.arange(rows), "sample": np.zeros(rows, dtype=np.int64)}
     batch = Batch.from_columns({**ids, "prompt_ids": [[1] * 8] * rows})
-    return BatchRef.from_blocks([(backend.put(batch.table), block_meta(batch))])
+    return BatchRef.from_blocks([(backend.put(batch), block_meta(batch))])
 
 
 # -- verl -----------------------------------------------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ async def no_op(group: WorkerGroup, actors: Sequence[Any], verl: Side | None, ro
 
 
 async def hand_over(
-    groups: Sequence[WorkerGroup], actors: Sequence[Any], verl: Side | None, megabytes: int, rounds: int
+    groups: Sequence[WorkerGroup], actors: Sequence[Any], verl: Side | None, megabytes: int, rounds: int, warmups: int
 ) -> tuple[Times, dict[str, float]]:
     """Times, and what the controller itself took of ours."""
     (writers, readers), tokens = groups, megabytes * 1_000_000 // (ROWS * TOKEN_BYTES)
@@ -214,7 +217,7 @@ async def hand_over(
     cases: dict[str, Case] = {"rolemesh": ours, "Ray, Arrow": floor(arrow=True), "Ray, numpy": floor(arrow=False)}
     if verl:
         cases |= {name: asked(verl, "hand_over", tokens, way) for name, way in (("verl", ""), ("verl, numpy", "numpy"))}
-    times = await interleaved_async(cases, rounds)
+    times = await interleaved_async(cases, rounds, warmups)
     own_ms = {
         name: statistics.median(side) * 1e3 for name, side in zip(("controller_ms", "driver_ms"), zip(*own, strict=True), strict=True)
     }
@@ -295,8 +298,8 @@ async def measure(backend: Backend, verl: Side | None, quick: bool) -> dict[str,
     modules = (await groups[0].modules())[0]
     ray.get([actor.load.remote(modules) for actor in actors], timeout=120)
     found["no-op"] = told("no-op", await no_op(groups[0], actors, verl, 5 if quick else 100))
-    for megabytes, rounds in ((1, 50), (10, 30), (100, 15)):
-        times, own = await hand_over(groups, actors, verl, megabytes, 3 if quick else rounds)
+    for megabytes, rounds in ((1, 50), (10, 30), (100, 30)):
+        times, own = await hand_over(groups, actors, verl, megabytes, *((3, 1) if quick else (rounds, 25)))
         found[f"{megabytes} MB"] = told(f"{megabytes} MB", times)
         figures |= {f"{megabytes} MB {name}": value for name, value in own.items()}
     for group in groups:
@@ -320,7 +323,7 @@ def main() -> None:
     options = arguments(__doc__ or "", verl_python="the Python of an environment that has verl")
     dispatched = asyncio.run(dispatch(5 if options.quick else 50))  # before there is a cluster, whose processes take turns with this one
     print(f"dispatch to {FAKES:,}: {statistics.median(dispatched) * 1e3:.2f} ms", flush=True)
-    backend = create_backend("ray", num_cpus=8, object_store_bytes=1_500_000_000)
+    backend = create_backend("ray", num_cpus=8, object_store_bytes=STORE_BYTES)
     with verl_at(options.verl_python, options.quick) as (verl, skipped):
         try:
             measured = backend.run(measure(backend, verl, options.quick))

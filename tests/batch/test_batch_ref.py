@@ -26,7 +26,7 @@ class Store(dict):
     def load(self, ref: BatchRef, reads) -> Batch:
         refs, assembly = ref.assembly(reads)
         self.read = refs
-        return assemble(pickle.loads(pickle.dumps(assembly)), [self[key].table for key in refs])
+        return assemble(pickle.loads(pickle.dumps(assembly)), [self[key] for key in refs])
 
 
 def prompts(draws) -> Batch:

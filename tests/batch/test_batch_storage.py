@@ -55,6 +55,21 @@ def test_data_travels_out_of_band(large):
     assert pickle.loads(inline, buffers=buffers).equals(large)
 
 
+def test_the_buffers_of_what_arrives_are_those_that_travelled(large):
+    buffers: list[pickle.PickleBuffer] = []
+    arrived = pickle.loads(
+        pickle.dumps(large, protocol=5, buffer_callback=buffers.append), buffers=(sent := [bytearray(b) for b in buffers])
+    )
+    tokens = arrived.table.column("prompt_ids").chunk(0).buffers()[-1]
+    assert tokens.address in {pa.py_buffer(buffer).address for buffer in sent}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_protocols_without_buffers_of_their_own_carry_a_copy(large, protocol):
+    part = large.slice(7, 100)
+    assert pickle.loads(pickle.dumps(part, protocol=protocol)).equals(part)
+
+
 def test_empty_batches_travel_with_their_columns(large):
     empty = pickle.loads(pickled(large.slice(5, 0)))
     assert (empty.num_rows, empty.names) == (0, large.names)

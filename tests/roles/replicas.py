@@ -51,7 +51,7 @@ class Replicas:
         draws = np.arange(PROMPTS)
         ids = {"draw": draws, "sample": draws * 0, "prompt_ids": [[5 + draw % 9] * (1 + draw % 8) for draw in draws]}
         batch = Batch.from_columns({**ids, **columns}).compact()
-        return BatchRef.from_blocks([(self._backend.put(batch.table), block_meta(batch))]).repeat(answers)
+        return BatchRef.from_blocks([(self._backend.put(batch), block_meta(batch))]).repeat(answers)
 
     async def rows(self, manager: RolloutManager, sent: BatchRef, columns: Sequence[str]) -> dict[tuple[int, int], tuple[Any, ...]]:
         """What is generated, by id; in the order of what was sent."""

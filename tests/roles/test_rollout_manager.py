@@ -117,7 +117,7 @@ def prompts(backend: Backend, count: int = 20, samples: int = 4) -> BatchRef:
         "prompt_ids": [[draw % 7] * (1 + draw % 8) for draw in range(count)],
     }
     batch = Batch.from_columns(rows).compact()
-    return BatchRef.from_blocks([(backend.put(batch.table), block_meta(batch))]).repeat(samples)
+    return BatchRef.from_blocks([(backend.put(batch), block_meta(batch))]).repeat(samples)
 
 
 async def read(backend: Backend, written: BatchRef) -> Batch:

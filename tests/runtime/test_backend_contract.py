@@ -63,7 +63,7 @@ def stored(backend: Backend, rows: int) -> BatchRef:
         {"draw": np.arange(rows), "sample": np.zeros(rows, np.int64), "prompt_ids": [[7] * (index + 1) for index in range(rows)],
          "prompt": ["text"] * rows}
     )  # fmt: skip
-    return BatchRef.from_blocks([(backend.put(batch.table), block_meta(batch))])
+    return BatchRef.from_blocks([(backend.put(batch), block_meta(batch))])
 
 
 async def column(backend: Backend, ref: BatchRef, name: str) -> list[int]:

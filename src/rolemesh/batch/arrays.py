@@ -7,7 +7,8 @@ Two traps of Arrow are closed here: an array built over numpy memory changes wit
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,8 @@ from rolemesh.batch.columns import ARROW_TYPES, COLUMNS, EXTRA_KINDS, RAGGED_KIN
 from rolemesh.batch.rows import Ints, describe
 from rolemesh.errors import BatchError
 
+Packed: TypeAlias = tuple[int, int, list[Any], Any]
+"""Of an array: length, offset, buffers, and the same of its values where it is one of lists."""
 Values: TypeAlias = Sequence[Any] | NDArray[Any] | pa.Array | pa.ChunkedArray
 
 
@@ -82,17 +85,17 @@ def _castable(given: pa.DataType, target: pa.DataType) -> bool:
     return any(any(test(target) for test in family) and any(test(given) for test in family) for family in families)
 
 
-def refuse_nulls(name: str, column: pa.ChunkedArray, ids: Ints) -> None:
+def refuse_nulls(name: str, column: pa.ChunkedArray, ids: Callable[[], Ints]) -> None:
     """Raise BatchError, naming the first row, for a null in a column that may not lack values, or inside a list."""
     kind = kind_of(name, column.type)
     if not is_nullable(name) and column.null_count:
         row = int(np.argmax(column.is_null().to_numpy()))
         raise BatchError(
-            f"column {name!r} has no value (null) in {column.null_count} row(s), first {describe(ids[row])}; it may not lack any"
+            f"column {name!r} has no value (null) in {column.null_count} row(s), first {describe(ids()[row])}; it may not lack any"
         )
     if kind in RAGGED_KINDS and any(chunk.flatten().null_count for chunk in column.chunks):
         row = next(row for row, value in enumerate(column) if None in value.as_py())
-        raise BatchError(f"column {name!r} has a null inside the list of row {describe(ids[row])}")
+        raise BatchError(f"column {name!r} has a null inside the list of row {describe(ids()[row])}")
 
 
 def numpy_scalars(column: pa.ChunkedArray) -> NDArray[Any]:
@@ -161,6 +164,30 @@ def is_compact(table: pa.Table) -> bool:
     """True for a table of whole columns whose buffers hold hardly more than its rows."""
     whole = all(column.num_chunks == 1 for column in table.columns)
     return whole and bool(table.get_total_buffer_size() <= 1.125 * table.nbytes)
+
+
+def pack(column: pa.ChunkedArray, protocol: int) -> list[Packed]:
+    """A column as what pickle needs no help with. From protocol 5 on the buffers can travel beside the pickle, without a copy; before, they
+    are copied into it."""
+    return [_pack(chunk, protocol) for chunk in column.chunks]
+
+
+def unpack(target: pa.DataType, packed: Sequence[Packed]) -> pa.ChunkedArray:
+    """The column of this type that was packed, over the memory that came."""
+    return pa.chunked_array([_unpack(target, chunk) for chunk in packed], target)
+
+
+def _pack(array: pa.Array, protocol: int) -> Packed:
+    nested = pa.types.is_large_list(array.type)
+    own = array.buffers()[: 2 if nested else None]
+    buffers = [buffer and (PickleBuffer(buffer) if protocol >= 5 else buffer.to_pybytes()) for buffer in own]
+    return len(array), array.offset, buffers, _pack(array.values, protocol) if nested else None
+
+
+def _unpack(target: pa.DataType, packed: Packed) -> pa.Array:
+    length, offset, buffers, values = packed
+    children = None if values is None else [_unpack(target.value_type, values)]
+    return pa.Array.from_buffers(target, length, [buffer and pa.py_buffer(buffer) for buffer in buffers], -1, offset, children)
 
 
 def to_ipc(table: pa.Table) -> pa.Buffer:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rolemesh.batch.arrays import numpy_scalars, take_rows
 from rolemesh.batch.batch import Batch
-from rolemesh.batch.columns import ARROW_TYPES, Kind
+from rolemesh.batch.columns import ARROW_TYPES, ID, Kind
 from rolemesh.batch.layer import Layer
 from rolemesh.batch.rows import Ints, describe
 from rolemesh.errors import BatchError
@@ -50,13 +50,13 @@ def assembly_of(ids: Ints, layers: Sequence[Layer], columns: tuple[str, ...]) ->
     return list(rows), Assembly(ids, columns, tuple(rows.values()), tuple(pieces))
 
 
-def assemble(assembly: Assembly, objects: Sequence[Batch | pa.Table]) -> Batch:
+def assemble(assembly: Assembly, objects: Sequence[Batch]) -> Batch:
     """The batch of an assembly, from the objects of its refs in their order. Pure.
 
     Rows that are neighbours in one object share its memory, others are copied. Raises BatchError when the objects are not those that the
     assembly was made for."""
-    tables = [stored.table if isinstance(stored, Batch) else stored for stored in objects]
-    found = tuple(int(table.num_rows) for table in tables)
+    tables = [stored.table for stored in objects]
+    found = tuple(stored.num_rows for stored in objects)
     if found != assembly.object_rows:
         raise BatchError(
             f"the objects given have {list(found)} rows, the assembly was made for objects of {list(assembly.object_rows)} rows"
@@ -64,8 +64,8 @@ def assemble(assembly: Assembly, objects: Sequence[Batch | pa.Table]) -> Batch:
     built: dict[str, pa.ChunkedArray] = {}
     for piece in assembly.pieces:
         built |= _columns_of(piece, tables, assembly.ids)
-    ids = {"draw": assembly.ids[:, 0].copy(), "sample": assembly.ids[:, 1].copy()}
-    return Batch(pa.table(ids | {name: built[name] for name in assembly.columns}))
+    ids = {name: pa.chunked_array([pa.array(column.copy())]) for name, column in zip(ID, assembly.ids.T, strict=True)}
+    return Batch.of_checked(ids | {name: built[name] for name in assembly.columns})
 
 
 def _columns_of(piece: Piece, tables: Sequence[pa.Table], ids: Ints) -> dict[str, pa.ChunkedArray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rolemesh.batch import arrays
 from rolemesh.batch.arrays import Values
-from rolemesh.batch.columns import ID, RAGGED_KINDS, Kind, kind_of
+from rolemesh.batch.columns import ARROW_TYPES, ID, RAGGED_KINDS, Kind, kind_of
 from rolemesh.batch.rows import Ints, Rows, describe, match_rows, refuse_ids
 from rolemesh.errors import BatchError
 
@@ -47,9 +47,8 @@ class Batch(Rows):
             if columns[name].null_count:
                 raise BatchError(f"id column {name!r} has a null; every row needs an id")
         self._table = _table_of(columns)
-        ids = self.ids
         for name, column in columns.items():
-            arrays.refuse_nulls(name, column, ids)
+            arrays.refuse_nulls(name, column, lambda: self.ids)
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Values]) -> Self:
@@ -61,8 +60,8 @@ class Batch(Rows):
         return cls(pa.table(built))
 
     @classmethod
-    def _trusted(cls, columns: Mapping[str, pa.ChunkedArray]) -> Self:
-        """A batch of columns that come out of checked batches."""
+    def of_checked(cls, columns: Mapping[str, pa.ChunkedArray]) -> Self:
+        """A batch of columns that come out of batches, ids among them: nothing is checked again."""
         batch = cls.__new__(cls)
         batch._table = _table_of(columns)
         return batch
@@ -142,19 +141,19 @@ class Batch(Rows):
         """These columns; the ids always stay. Raises BatchError naming missing columns and the roles that write them."""
         wanted = list(dict.fromkeys((*ID, *names)))
         self._require(wanted)
-        return self._trusted({name: self._table.column(name) for name in wanted})
+        return self.of_checked({name: self._table.column(name) for name in wanted})
 
     def with_columns(self, columns: Mapping[str, Values]) -> Self:
         """These columns added, or in place of those of the same name. Ids cannot be replaced. Raises BatchError."""
         refuse_ids(columns, "replaced")
-        table, ids = self._columns(), self.ids
+        table = self._columns()
         for name, values in columns.items():
             column = arrays.build_column(name, values)
             if len(column) != self.num_rows:
                 raise BatchError(f"column {name!r} has {len(column)} values, the batch has {self.num_rows} rows")
-            arrays.refuse_nulls(name, column, ids)
+            arrays.refuse_nulls(name, column, lambda: self.ids)
             table[name] = column
-        return self._trusted(table)
+        return self.of_checked(table)
 
     def join(self, other: Batch, *, replace: bool = False) -> Self:
         """The columns of both, matched by id in the row order of this batch.
@@ -165,7 +164,7 @@ class Batch(Rows):
         matched = Batch._take(other, match_rows(self.ids, other.ids))
         if not replace:
             self._refuse_conflicts(matched)
-        return self._trusted(self._columns() | matched._columns())
+        return self.of_checked(self._columns() | matched._columns())
 
     def _refuse_conflicts(self, other: Batch) -> None:
         """Raise BatchError when a column in both batches, whose rows are matched, differs."""
@@ -193,8 +192,12 @@ class Batch(Rows):
         """The same rows in one piece and in memory that holds little else: a slice no longer keeps its parent alive. Copies only then."""
         return self if arrays.is_compact(self._table) else self._of(arrays.from_ipc(arrays.to_ipc(self._table)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_ipc, (type(self), arrays.to_ipc(self._table))
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        whole = self.compact()._table
+        return _unpacked, (
+            type(self),
+            {name: (kind, arrays.pack(whole.column(name), int(protocol))) for name, kind in self.kinds().items()},
+        )
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file; it appears whole or not at all."""
@@ -220,7 +223,7 @@ class Batch(Rows):
 
     @classmethod
     def _of(cls, table: pa.Table) -> Self:
-        return cls._trusted({name: table.column(name) for name in table.column_names})
+        return cls.of_checked({name: table.column(name) for name in table.column_names})
 
     def _take(self, indices: Ints) -> Self:
         return self._of(arrays.take_rows(self._table, indices))
@@ -229,7 +232,7 @@ class Batch(Rows):
         return [self._of(self._table.slice(start, length)) for start, length in spans]
 
     def _numbered(self, ids: Ints) -> Self:
-        return self._trusted(self._columns() | {"sample": pa.chunked_array([pa.array(ids[:, 1].copy())])})
+        return self.of_checked(self._columns() | {"sample": pa.chunked_array([pa.array(ids[:, 1].copy())])})
 
     @classmethod
     def _concat(cls, batches: Sequence[Self]) -> Self:
@@ -250,5 +253,5 @@ def _table_of(columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
     return pa.table([columns[name] for name in order], names=order)
 
 
-def _from_ipc(cls: type[Batch], buffer: pa.Buffer) -> Batch:
-    return cls._of(arrays.from_ipc(buffer))
+def _unpacked(cls: type[Batch], columns: Mapping[str, tuple[Kind, Sequence[arrays.Packed]]]) -> Batch:
+    return cls.of_checked({name: arrays.unpack(ARROW_TYPES[kind], packed) for name, (kind, packed) in columns.items()})

@@ -34,11 +34,11 @@ class BlockMeta(NamedTuple):
     nbytes: int
 
 
-def block_meta(batch: Batch) -> BlockMeta:
-    """What the controller needs to know of a batch that is about to be stored."""
+def block_meta(batch: Batch, ids: Ints | None = None) -> BlockMeta:
+    """What the controller needs to know of a batch that is about to be stored. `ids` are the batch's, where they are at hand."""
     columns = {name: kind for name, kind in batch.kinds().items() if name not in ID}
     tokens = {name: batch.lengths(name) for name in COUNTED if name in columns}
-    return BlockMeta(ids=batch.ids, tokens=tokens, columns=columns, nbytes=batch.nbytes)
+    return BlockMeta(ids=batch.ids if ids is None else ids, tokens=tokens, columns=columns, nbytes=batch.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolemesh.batch import Batch, BlockMeta, assemble, block_meta
 from rolemesh.errors import BatchError, RolemeshError, StaleCall
@@ -213,21 +214,21 @@ def _pack(
     missing = [name for name in method.writes if name not in result.names]
     if missing:
         raise BatchError(f"{who} must write {', '.join(method.writes)}; {', '.join(missing)} is missing")
+    ids = result.ids
     if sent is not None:
-        _check_rows(who, sent, result)
+        _check_rows(who, sent.ids, ids)
     numbers = [name for name in method.writes if result.kind(name) in NUMBERS]
     others = [name for name in method.writes if name not in numbers]
     parts = [result.select(names).compact() if names else None for names in (numbers, others)]
-    metas = [block_meta(part) if part is not None else None for part in parts]
-    tables = [part.table if part is not None else None for part in parts]
-    return None, (metas[0], metas[1]), (tables[0], tables[1])
+    metas = [block_meta(part, ids) if part is not None else None for part in parts]
+    return None, (metas[0], metas[1]), (parts[0], parts[1])
 
 
-def _check_rows(who: str, sent: Batch, result: Batch) -> None:
+def _check_rows(who: str, sent: NDArray[np.int64], result: NDArray[np.int64]) -> None:
     """A method writes exactly the rows it was given, in any order. Raises BatchError naming the first that differs."""
-    if np.array_equal(sent.ids, result.ids):
+    if np.array_equal(sent, result):
         return
-    got, returned = (Counter(map(tuple, batch.ids.tolist())) for batch in (sent, result))
+    got, returned = (Counter(map(tuple, ids.tolist())) for ids in (sent, result))
     for word, rows in (("lost", got - returned), ("made up or repeated", returned - got)):
         if rows:
             draw, sample = min(rows)

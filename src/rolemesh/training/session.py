@@ -239,7 +239,7 @@ class Session:
     def store(self, batch: Batch) -> BatchRef:
         """Put a batch that the controller made (prompts, advantages) where workers can read it."""
         compact = batch.compact()
-        return BatchRef.from_blocks([(self.backend.put(compact.table), block_meta(compact))])
+        return BatchRef.from_blocks([(self.backend.put(compact), block_meta(compact))])
 
     async def read(self, batch: BatchRef, names: Sequence[str]) -> Batch:
         """Fetch columns of numbers, which lie in blocks of their own. Token columns stay where they are."""

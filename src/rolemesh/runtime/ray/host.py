@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import secrets
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -23,6 +24,8 @@ from rolemesh.runtime.janitor_process import PROCESS, RUN
 from rolemesh.runtime.ray.sweep import end_orphan
 
 Flat = bytes | list[Any]
+PLAIN = frozenset({bool, int, float, str, bytes})
+"""Types that every process knows."""
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
@@ -60,13 +63,13 @@ class RayHost:
 
     # No events for Ray's list of tasks: they cost a tenth of a call that does nothing, and the trace of the run says more.
     @ray.method(num_returns=3, enable_task_events=False)  # type: ignore[untyped-decorator]
-    def execute(self, call: Flat, *blocks: Any) -> tuple[list[Any], Any, Any]:
+    def execute(self, call: Flat, *blocks: Any) -> tuple[Flat, Any, Any]:
         """Ray has fetched the blocks already: token data comes from where it lies, never through the controller."""
         reply, written = self._host.execute(whole_call(call), blocks)
         return flat_reply(reply), *written
 
     @ray.method(enable_task_events=False)  # type: ignore[untyped-decorator]
-    def answer(self, call: Flat, *blocks: Any) -> list[Any]:
+    def answer(self, call: Flat, *blocks: Any) -> Flat:
         """`execute` of a method that writes nothing."""
         return flat_reply(self._host.execute(whole_call(call), blocks)[0])
 
@@ -76,24 +79,27 @@ class RayHost:
 
 
 def flat_call(call: Call) -> Flat:
-    """Of a call without arguments only the head, as bytes, which Ray sends as they are; anything else it packs and pickles itself."""
-    return list(call) if call.args or call.kwargs or call.assembly else json.dumps(call[: Call._fields.index("args")]).encode()
+    """As bytes, which Ray sends as they are, where the arguments are plain. Anything else Ray pickles itself, by value where it must."""
+    return pickle.dumps(tuple(call), protocol=5) if _plain(call.args) and not call.kwargs else list(call)
 
 
 def whole_call(flat: Flat) -> Call:
     """The inverse."""
-    return Call(*(json.loads(flat) if isinstance(flat, bytes) else flat))
+    return Call(*(pickle.loads(flat) if isinstance(flat, bytes) else flat))
 
 
-def flat_reply(reply: Reply) -> list[Any]:
-    """Only the times of a reply that says no more: Ray packs a list of numbers without a pickler."""
-    says_more = reply.value is not None or reply.metrics or reply.spans or reply.failure or reply.metas != (None, None)
-    return list(reply) if says_more else [reply.started, reply.ended]
+def flat_reply(reply: Reply) -> Flat:
+    """As `flat_call`."""
+    return pickle.dumps(tuple(reply), protocol=5) if _plain((reply.value,)) and reply.failure is None else list(reply)
 
 
-def whole_reply(flat: list[Any]) -> Reply:
+def whole_reply(flat: Flat) -> Reply:
     """The inverse."""
-    return Reply(started=flat[0], ended=flat[1]) if len(flat) == 2 else Reply(*flat)
+    return Reply(*(pickle.loads(flat) if isinstance(flat, bytes) else flat))
+
+
+def _plain(values: Iterable[Any]) -> bool:
+    return all(value is None or type(value) in PLAIN for value in values)
 
 
 def _redirect_output(log_path: str) -> None:
