@@ -1,9 +1,9 @@
 """Matrices in the layout that products with them are fastest in. Called by `fast.py`.
 
-On CPUs matrices are packed once by oneDNN, for the instructions that the CPU has. In float32 products take 0.6 (8 rows) to 0.9 (256 rows)
-of the time of MKL, measured on a Zen 4 with matrices of 0.1 to 1.6 million numbers that do not stay in the caches; a small matrix is left to
-MKL as [in, out], since a packed product costs 10 us more to call. In bfloat16 products of activations in float32 come back as such; a CPU
-without instructions for it multiplies in float32, which is faster there than imitating them.
+On CPUs matrices are packed once by oneDNN, for the instructions that the CPU has. In float32 products take 0.6 (8 rows) to 0.9 (256
+rows) of the time of MKL, measured on a Zen 4 with matrices of 0.1 to 1.6 million numbers that do not stay in the caches; a small matrix is
+left to MKL as [in, out], since a packed product costs 10 us more to call. In bfloat16 products of activations in float32 come back as such;
+a CPU without instructions for it multiplies in float32, which is faster there than imitating them.
 """
 
 from __future__ import annotations
