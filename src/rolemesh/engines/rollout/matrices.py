@@ -47,7 +47,7 @@ def make_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return _Packed(weight, bias)
     weight, bias = weight.float(), None if bias is None else bias.float()
-    if torch.backends.mkldnn.is_available() and weight.numel() >= _PACKED_FROM:
+    if weight.numel() >= _PACKED_FROM and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return _Packed(weight, bias)
     return _Plain(weight.t().contiguous(), bias)
 
