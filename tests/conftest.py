@@ -20,6 +20,14 @@ from hypothesis import settings  # noqa: E402
 # have crashed the process.
 _pytest.runner._update_current_test_var = lambda item, when: None
 
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for the default tests of folders, by file: many of them only wait. None for tests that are named, which a debugger can
+    stop in and whose output `-s` shows, and none for slow ones: they measure, or need the machine. `-n` decides otherwise."""
+    folders = all(os.path.isdir(name) for name in config.args)
+    return 2 if folders and config.option.markexpr == "not slow" else 0
+
+
 settings.register_profile("rolemesh", deadline=None, print_blob=True)
 settings.load_profile("rolemesh")
 

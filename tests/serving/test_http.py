@@ -477,13 +477,13 @@ def test_connections_leave_half_of_the_files_to_the_run(monkeypatch: pytest.Monk
 
 
 async def test_large_bodies_and_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(server, "END_SECONDS", 0.2)
     policy = Scripted()
     async with serving(policy) as client:
         status, told, _ = await client.post("/completions", b'{"prompt": "' + b"1" * server.BODY_BYTES + b'"}')
         assert (status, told["error"]["message"]) == (413, "the body is too large")
+        monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
         port = port_of(client)
         for sent, answer in ((b"POST /v1/comp", b""), (b"", b""), (HEAD.format(20).encode() + b"{", b"HTTP/1.1 408")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
