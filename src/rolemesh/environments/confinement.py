@@ -33,6 +33,9 @@ _ACCESS_BY_ABI: Final = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5
 
 _AUDIT_ARCH: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_REFUSE: Final = _ERRNO | errno.EPERM
+_Step = tuple[int, int, int, int]
+"""Of a filter's program: operation, steps to skip if true, if false, value."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 """Offsets in what a filter looks at."""
@@ -102,8 +105,9 @@ def confine(readable: Iterable[str], *, memory_bytes: int, cpu_seconds: int, des
     _limit(memory_bytes, cpu_seconds, descriptors)
     _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1, 0, "the kernel's no_new_privs")
     _restrict_files(libc, readable)
-    _drop_capabilities(libc, machine)
-    _filter_calls(libc, machine)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    _called(libc.syscall(_CAPSET[machine], header, bytes(24)), "giving up capabilities")  # of the superuser of a container
+    _install(libc, _filter(machine, os.getpid()))
 
 
 def _limit(memory_bytes: int, cpu_seconds: int, descriptors: int) -> None:
@@ -137,17 +141,7 @@ def _restrict_files(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
     os.close(ruleset)
 
 
-def _drop_capabilities(libc: ctypes.CDLL, machine: str) -> None:
-    """What the superuser of a container has beyond others."""
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _called(libc.syscall(_CAPSET[machine], header, bytes(24)), "giving up capabilities")
-
-
-def _filter_calls(libc: ctypes.CDLL, machine: str) -> None:
-    _install(libc, _filter(machine, os.getpid()))
-
-
-def _install(libc: ctypes.CDLL, steps: Iterable[tuple[int, int, int, int]]) -> None:
+def _install(libc: ctypes.CDLL, steps: Iterable[_Step]) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
@@ -156,8 +150,8 @@ def _install(libc: ctypes.CDLL, steps: Iterable[tuple[int, int, int, int]]) -> N
     _prctl(libc, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), "a seccomp filter")
 
 
-def _filter(machine: str, pid: int) -> Iterator[tuple[int, int, int, int]]:
-    """The filter's program, as steps of (operation, steps to skip if true, if false, value)."""
+def _filter(machine: str, pid: int) -> Iterator[_Step]:
+    """The filter's program."""
     special = _LOOKED_AT[machine]
     yield _LOAD, 0, 0, _ARCH
     yield _EQUAL, 1, 0, _AUDIT_ARCH[machine]
@@ -165,28 +159,26 @@ def _filter(machine: str, pid: int) -> Iterator[tuple[int, int, int, int]]:
     yield _LOAD, 0, 0, _NUMBER
     if machine == "x86_64":
         yield _AT_LEAST, 0, 1, _X32_BIT
-        yield _RETURN, 0, 0, _ERRNO | errno.EPERM
+        yield _RETURN, 0, 0, _REFUSE
     yield from _answer([special["clone3"]], errno.ENOSYS)  # its flags cannot be seen; the C library then uses clone
     yield from _answer(_REFUSED[machine].values(), errno.EPERM)
     for name in ("kill", "tgkill"):  # itself alone
-        yield from _by_argument(special[name], 0, _EQUAL, [pid], otherwise=errno.EPERM)
-    yield from _by_argument(special["clone"], 0, _ANY_BIT, [_CLONE_THREAD], otherwise=errno.EPERM)
-    yield from _by_argument(special["fcntl"], 1, _EQUAL, _OWNER_COMMANDS, refuses=True, otherwise=errno.EPERM)
+        yield from _by_argument(special[name], 0, _EQUAL, [pid])
+    yield from _by_argument(special["clone"], 0, _ANY_BIT, [_CLONE_THREAD])
+    yield from _by_argument(special["fcntl"], 1, _EQUAL, _OWNER_COMMANDS, refuses=True)
     yield _RETURN, 0, 0, _ALLOW
 
 
-def _answer(numbers: Iterable[int], error: int) -> Iterator[tuple[int, int, int, int]]:
+def _answer(numbers: Iterable[int], error: int) -> Iterator[_Step]:
     for number in numbers:
         yield _EQUAL, 0, 1, number
         yield _RETURN, 0, 0, _ERRNO | error
 
 
-def _by_argument(
-    number: int, argument: int, test: int, values: Sequence[int], *, otherwise: int, refuses: bool = False
-) -> Iterator[tuple[int, int, int, int]]:
+def _by_argument(number: int, argument: int, test: int, values: Sequence[int], *, refuses: bool = False) -> Iterator[_Step]:
     """Allow the call where the low word of its argument meets the test with one of the values, and refuse it else (`refuses`: the other
     way round)."""
-    met, unmet = (_ERRNO | otherwise, _ALLOW) if refuses else (_ALLOW, _ERRNO | otherwise)
+    met, unmet = (_REFUSE, _ALLOW) if refuses else (_ALLOW, _REFUSE)
     yield _EQUAL, 0, len(values) + 3, number
     yield _LOAD, 0, 0, _ARGUMENTS + 8 * argument
     for place, value in enumerate(values):
