@@ -65,10 +65,6 @@ class Body(BaseModel):
     store: Any = None
 
     @property
-    def wants_logprobs(self) -> bool:
-        raise NotImplementedError
-
-    @property
     def usage_in_stream(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 

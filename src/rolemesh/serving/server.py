@@ -106,20 +106,10 @@ class Server:
             body = Refused(error.status, text, code=str(error.reason).lower().replace(" ", "_")).body
             kept = {name: value for name, value in error.headers.items() if name == "Allow"}
             response = web.json_response(body, status=error.status, headers=kept)
-        await self._end(request, response)
+        async with _writing_to(request, self._serve.deadline):  # what is not written yet
+            await response.prepare(request)
+            await response.write_eof()
         return response
-
-    async def _end(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Write what is not written yet."""
-        try:
-            async with asyncio.timeout(self._serve.deadline):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:  # it does not read
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionResetError:
-            pass  # the client has gone
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -227,22 +217,16 @@ class Server:
                             await send(told)
                         counts[index] = len(sent[place].token_ids)
 
-        try:
-            async with asyncio.timeout(self._serve.deadline + END_SECONDS):
-                try:
-                    await _side_by_side(one(number) for number in range(len(asked.prompts)))
-                    if body.usage_in_stream:
-                        await send(shape.last(sum(counts)))
-                    await response.write(b"data: [DONE]\n\n")
-                except Refused as refused:
-                    if not response.prepared:
-                        raise
-                    await send(refused.body)
-        except TimeoutError:  # it does not read: nothing more can be told
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionResetError:
-            pass  # the client has gone
+        async with _writing_to(request, self._serve.deadline + END_SECONDS):
+            try:
+                await _side_by_side(one(number) for number in range(len(asked.prompts)))
+                if body.usage_in_stream:
+                    await send(shape.last(sum(counts)))
+                await response.write(b"data: [DONE]\n\n")
+            except Refused as refused:
+                if not response.prepared:
+                    raise
+                await send(refused.body)
         return response
 
 
@@ -266,6 +250,19 @@ class _Sent:
         chunk = shape.chunk(index, reading, answer, len(self.text), len(self.token_ids))
         self.text, self.token_ids, self.opened, self.ended = reading.text, answer.token_ids[: reading.tokens], True, done
         return [*opening, chunk]
+
+
+@asynccontextmanager
+async def _writing_to(request: web.Request, seconds: float) -> AsyncIterator[None]:
+    """For what a client is sent: the connection of one that does not read in time is cut, as nothing more can be told."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionResetError:
+        pass  # the client has gone
 
 
 async def _body(request: web.Request) -> bytes:
