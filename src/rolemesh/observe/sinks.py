@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from rolemesh import registry
 from rolemesh.errors import ConfigError, Problem
+from rolemesh.observe.events import EventLog
 from rolemesh.observe.files import JsonLines
-
-if TYPE_CHECKING:
-    from rolemesh.observe.events import EventLog
 
 MetricValue = float | int | str
 NONFINITE: Final = "metrics/nonfinite"
