@@ -212,9 +212,8 @@ def _points(evaluations: Sequence[tuple[int, Row]], name: str) -> list[tuple[int
 def _rise(label: str, points: Sequence[tuple[int, float]]) -> Iterator[Text]:
     """First and last evaluation, with bars for shares of 1."""
     (first_step, first), (last_step, last) = points[0], points[-1]
-    yield Text(
-        f"{label:<18} {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})", style="bold green" if last > first else "bold"
-    )
+    style = "bold green" if last > first else "bold"
+    yield Text(f"{label:<18} {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})", style=style)
     if all(0 <= value <= 1 for _, value in points):
         yield Text(f"{'':<18} before |{bar(first, _BAR_WIDTH)}|", style="dim")
         yield Text(f"{'':<18} after  |{bar(last, _BAR_WIDTH)}|", style="green")

@@ -82,16 +82,14 @@ class RunDirectory:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError.one("name", "must consist of letters, digits, '.', '_' and '-', the first a letter or digit", repr(name))
-        while True:
-            path = runs_dir.expanduser() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
-                need, found = f"it must be possible to make a folder in {str(runs_dir)!r}", f"{type(error).__name__}: {error}"
-                raise ConfigError.one("runs_dir", need, found, "Set runs_dir to another folder") from error
-            break
+        path = runs_dir.expanduser() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            return cls.create(runs_dir, name)
+        except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
+            need, found = f"it must be possible to make a folder in {str(runs_dir)!r}", f"{type(error).__name__}: {error}"
+            raise ConfigError.one("runs_dir", need, found, "Set runs_dir to another folder") from error
         run = cls(path)
         for folder in (run.samples, run.checkpoints, run.logs):
             folder.mkdir()
