@@ -63,7 +63,6 @@ class Metrics:
             self._record(name, _Entry("mean", float(value) * weight, weight))
 
     def sum(self, name: str, value: SupportsFloat) -> None:
-        """Sum of all recorded values."""
         self._record(name, _Entry("sum", float(value)))
 
     def max(self, name: str, value: SupportsFloat) -> None:

@@ -110,7 +110,6 @@ class RunDirectory:
         return self.path.resolve().name
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step}"
 
     @contextmanager

@@ -34,8 +34,6 @@ class Refused(Exception):
 
 
 class StreamOptions(BaseModel):
-    """How to stream."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
 

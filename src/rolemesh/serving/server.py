@@ -292,5 +292,4 @@ def _refused(error: RolemeshError) -> Refused:
 
 
 def new_token() -> str:
-    """A token that cannot be guessed."""
     return f"rm-{secrets.token_urlsafe(32)}"
