@@ -351,6 +351,7 @@ LONG = [[0] * 41]
         ("/completions", {"prompt": "1", "n": 257}, 400, "prompt", "257 answers each"),
         ("/completions", {"prompt": "1", "n": True}, 400, "n", "integer"),
         ("/completions", {"prompt": "1", "temperature": "hot"}, 400, "temperature", "number"),
+        ("/completions", {"prompt": "1", "temperature": 1e-9}, 400, "temperature", "0 (greedy) or within 1e-06 to 1e+06, got 1e-09"),
         ("/completions", {"prompt": "1", "top_p": 0}, 400, "top_p", "greater than 0"),
         ("/completions", {"prompt": "1", "logprobs": 5}, 400, "logprobs", "less than or equal to 0"),
         ("/completions", {"prompt": "1", "echo": True}, 400, "echo", "False"),

@@ -20,6 +20,7 @@ from rolemesh.config.schema import Config, ModelConfig
 from rolemesh.engines.train import load_value_model
 from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import Metrics, RunDirectory
+from rolemesh.observe.catalogue import ROWS
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
 from rolemesh.training import health
 from rolemesh.training.launch import run_training
@@ -170,6 +171,9 @@ def test_a_run_keeps_the_contract_of_its_directory(tmp_path: Path) -> None:
     trained = [row for row in rows(run) if "reward/mean" in row]
     assert [row["weights/version"] for row in trained] == [1, 2]
     assert {row["samples/trained"] for row in trained} == {16}
+    kinds = [[key for key in ROWS if key in row] for row in rows(run)]
+    assert kinds == [["sft/step"], ["eval/accuracy"], ["reward/mean"], ["reward/mean"], ["eval/accuracy"], ["checkpoint/seconds"]]
+    assert [row["step"] for row in rows(run)] == [0, 0, 1, 2, 2, 2], "as docs/reference/metrics.md tells of these kinds"
     assert any("kept" in note for note in display.notes), "counts of kept and removed prompts are always shown"
 
 

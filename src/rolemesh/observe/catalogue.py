@@ -26,7 +26,7 @@ def _declare(*rows: tuple[str, str, str, str]) -> dict[str, MetricInfo]:
 
 
 METRICS: Final[dict[str, MetricInfo]] = _declare(
-    ("step", "count", "loop", "number of the step, from 1; the row of an evaluation before training has step 0"),
+    ("step", "count", "loop", "number of the step of training that the row is of, as above"),
     ("step/skipped", "count", "loop", "1 when the update of the step was left out because no group had any spread in its rewards"),
     ("reward/mean", "reward", "reward", "mean total reward of the samples that were scored"),
     ("reward/mean/<source>", "reward", "reward", "the same for each of several data sources (from 2 to 32 of them)"),
@@ -151,7 +151,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("sft/steps_skipped_nonfinite", "count", "actor", "supervised fine-tuning: 1 when the gradient was not finite and the step left out"),
     ("sft/steps_skipped_empty", "count", "actor", "supervised fine-tuning: 1 when there were no target tokens and the step was left out"),
     ("sft/tokens_trained", "tokens", "actor", "supervised fine-tuning: target tokens of the step"),
-    ("sft/step", "count", "loop", "number of the supervised step, from 1, in rows of the warm start; their `step` is 0"),
+    ("sft/step", "count", "loop", "number of the supervised step, from 1"),
     ("time/step", "s", "loop", "wall time of the whole step"),
     ("time/<role>/<call>", "s", "loop", "time of this call in the step at its slowest rank, without waits for other roles of its process"),
     (
@@ -169,6 +169,14 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("bottleneck/reason", "text", "loop", "call of that role with the largest own time, and how large it was"),
     ("metrics/nonfinite", "count", "sink", "values of this row that were not finite and were left out of it; absent when there were none"),
 )
+
+ROWS: Final[dict[str, tuple[str, str]]] = {
+    "reward/mean": ("a step of training", "its number, from 1"),
+    "sft/step": ("a supervised step, of the warm start or of `rolemesh sft`", "0"),
+    "eval/accuracy": ("an evaluation", "the number of steps done: 0 before the first"),
+    "checkpoint/seconds": ("a checkpoint", "the number of steps that it holds; the row may come after those of later steps"),
+}
+"""A key that only rows of one kind have -> what these are of, and what their `step` is."""
 
 
 def metric_part(text: str) -> str:
@@ -188,7 +196,14 @@ def metrics_reference() -> str:
     lines = [
         "# Metrics",
         "",
-        "Keys of `metrics.jsonl`, one object a step. This page is generated from `rolemesh.observe.METRICS` by `make docs`.",
+        "Rows and keys of `metrics.jsonl`. This page is generated from `rolemesh.observe.METRICS` by `make docs`.",
+        "",
+        "A row is one JSON object, and several may have the same `step`; what a row is of is told by the key that no other has:",
+        "",
+        "| a row of | has the key | and as `step` |",
+        "|---|---|---|",
+        *(f"| {kind} | `{key}` | {step} |" for key, (kind, step) in ROWS.items()),
+        "",
         "A part in angle brackets stands for any text without a slash. A `share` is a fraction of 1, a `nat` the unit of natural",
         "logarithms. Values that are not finite are left out of the row and counted in `metrics/nonfinite`.",
         "",

@@ -52,7 +52,7 @@ class RunDirectory:
     plan = _Below("plan.json")
     """The plan that was launched, JSON."""
     metrics = _Below("metrics.jsonl")
-    """One JSON object a step."""
+    """JSON objects: one for each step, and one for each supervised step, evaluation and checkpoint; see docs/reference/metrics.md."""
     events = _Below("events.jsonl")
     """State changes and failures, one JSON object each."""
     journal = _Below("journal")

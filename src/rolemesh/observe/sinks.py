@@ -21,7 +21,9 @@ NONFINITE: Final = "metrics/nonfinite"
 
 
 class Sink(Protocol):
-    """Takes one row a step. Made from the run's folder: a user's own sink is a callable `(folder: Path) -> Sink`."""
+    """Takes rows, several of a step (docs/reference/metrics.md).
+
+    Made from the run's folder: a user's own sink is a callable `(folder: Path) -> Sink`."""
 
     def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
         """Take a row. Texts occur among the values (`bottleneck/role`)."""

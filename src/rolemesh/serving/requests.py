@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 from pydantic_core import from_json
 
+from rolemesh.config.rollout_schema import COOLEST, HOTTEST
 from rolemesh.config.schema import DataConfig
 from rolemesh.protocols.engine import Sampling
 
@@ -193,6 +194,9 @@ def questions(
     if asked > longest:
         text = f"max_tokens must be at most {longest} (data.max_response_tokens), got {asked}"
         raise Refused(400, text, param="max_tokens", code="invalid_value")
+    if body.temperature != 0 and not COOLEST <= body.temperature <= HOTTEST:
+        text = f"temperature must be 0 (greedy) or within {COOLEST:g} to {HOTTEST:g}, got {body.temperature:g}"
+        raise Refused(400, text, param="temperature", code="invalid_value")
     for prompt in prompts:
         check_length(len(prompt), data.max_prompt_tokens, name)
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
