@@ -70,6 +70,7 @@ SWALLOWS = {
     "environments/threads.py": "what a function in a thread raises is raised again by the one that waits for it",
     "environments/tool_use.py": "a tool may raise anything; the model is told",
     "weights/intake.py": "an engine loads in a thread; what it raises there is raised again by the one that hands the weights over",
+    "roles/rollout.py": "an engine may raise anything; requests from outside that it had are told so, and without any it is raised again",
     "runtime/ray/backend.py": "arguments of a call are pickled by code of their own; what it raises ends the call",
     "observe/sinks.py": "a logger of the user may raise anything; it is switched off with a warning",
 }

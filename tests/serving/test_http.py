@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rolemesh.config import load_config
 from rolemesh.config.schema import ServeConfig
-from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable, WorkerDied
+from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestFailed, RequestRefused, RolemeshError, Unavailable, WorkerDied
 from rolemesh.models import encode_prompt, load_tokenizer
 from rolemesh.protocols.engine import Sampling, WeightSpan
 from rolemesh.protocols.requests import Answer, Growing
@@ -422,6 +422,7 @@ async def test_what_goes_wrong_behind_it_has_its_status() -> None:
         (Unavailable("the run has ended"), 503, "server_error"),
         (late, 503, "server_error"),
         (died, 500, "server_error"),
+        (RequestFailed("the engine raised KeyError: secret", exception="KeyError"), 500, "server_error"),
     ):
         async with serving(Scripted(error=error)) as client:
             for stream in (False, True):
@@ -429,6 +430,7 @@ async def test_what_goes_wrong_behind_it_has_its_status() -> None:
                 assert (found, told["error"]["type"]) == (status, kind)
                 assert headers.get("Retry-After") == ("7" if status == 429 else None)
                 assert ("secret" not in told["error"]["message"]) or status != 500
+                assert ("raised KeyError with this request" in told["error"]["message"]) == isinstance(error, RequestFailed)
     async with serving(Scripted(error=late, after=2)) as client:
         first, *_, last = await client.events("/completions", prompt="1")
         assert first["choices"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from rolemesh.config.schema import Config, ServeConfig
-from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable
+from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestFailed, RequestRefused, RolemeshError, Unavailable
 from rolemesh.models import encode_prompt
 from rolemesh.protocols.requests import Answer, Answering
 from rolemesh.serving.answers import Shape, finish
@@ -286,6 +286,9 @@ def _refused(error: RolemeshError) -> Refused:
         refused = Refused(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded")
         refused.headers["Retry-After"] = str(error.retry_after)
         return refused
+    if isinstance(error, RequestFailed):
+        text = f"the engine raised {error.exception} with this request, also when it had no other; the run's log says more"
+        return Refused(500, text, kind="server_error", code="internal_error")
     if isinstance(error, Unavailable | DeadlineExceeded):
         return Refused(503, str(error), kind="server_error", code="unavailable")
     return Refused(500, f"{type(error).__name__} in the run; its log says more", kind="server_error", code="internal_error")

@@ -37,8 +37,8 @@ from rolemesh.weights.buckets import ALIGNMENT, Bucket, Buffer, WeightManifest, 
 VISIBLE_SECONDS: Final = 10.0
 """How long a file that was written may take to appear on another machine, whose client may remember its folder without it."""
 _INDEX: Final = "model.safetensors.index.json"
-_HEADER, _PUBLICATION = "rolemesh.bucket", "rolemesh.publication"
-"""Keys in a file's metadata: the bucket's header in hexadecimal digits, and the name of the version's folder."""
+_HEADER = "rolemesh.bucket"
+"""Key in a file's metadata: the bucket's header in hexadecimal digits."""
 _ORDER: Final = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
 
 
@@ -70,7 +70,7 @@ class WrittenVersion:
         """A bucket that was packed; after the last one the version is whole, and the one before it goes. Raises RolemeshError; nothing of
         the version stays then."""
         bucket, count = self._manifest.buckets[number], len(self._manifest.buckets)
-        head = _head(bucket, self.folder.name, bytes(buffer[:ALIGNMENT]))
+        head = _head(bucket, bytes(buffer[:ALIGNMENT]))
         parts: list[bytes | memoryview] = [head, *(buffer[begin:end].data for _, begin, end in _pieces(bucket))]
         what = f"write bucket {number + 1} of {count} of weight version {self._manifest.version}, {sum(map(len, parts))} bytes,"
         try:
@@ -108,7 +108,7 @@ class FileReader:
         """Bucket `number` as it was packed, in memory that the next one takes over. Raises RolemeshError where its file does not appear or
         cannot be read, ValueError for one that is cut or of another publication, and what `check_header` raises."""
         bucket, path = self._manifest.buckets[number], self._folder / file_name(self._manifest, number)
-        buffer, head = self._memory[: bucket.nbytes], _head(bucket, self._folder.name, bytes(ALIGNMENT))
+        buffer, head = self._memory[: bucket.nbytes], _head(bucket, bytes(ALIGNMENT))
         pieces = list(_pieces(bucket))
         size = len(head) + sum(end - begin for _, begin, end in pieces)
         with _told(f"read {path.name} for {self._waiter}", self._folder), self._open(path) as file:
@@ -117,8 +117,8 @@ class FileReader:
             text = file.read(len(head))
             buffer[:ALIGNMENT] = np.frombuffer(_header_of(text, path), dtype=np.uint8)
             check_header(self._manifest, number, buffer)
-            if text != _head(bucket, self._folder.name, bytes(buffer[:ALIGNMENT])):
-                raise ValueError(f"{path} is of another publication than {self._folder.name}; publish again")
+            if text != _head(bucket, bytes(buffer[:ALIGNMENT])):
+                raise ValueError(f"{path} does not have the tensors of its manifest: it was changed; publish again")
             for _, begin, end in pieces:
                 if (count := file.readinto(buffer[begin:end].data)) != end - begin:
                     raise ValueError(f"{path} has lost {end - begin - count} bytes while it was read; publish again")
@@ -207,9 +207,9 @@ def _pieces(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
         yield number, begin, begin + math.prod(bucket.shapes[number]) * dtype.itemsize
 
 
-def _head(bucket: Bucket, publication: str, header: bytes) -> bytes:
+def _head(bucket: Bucket, header: bytes) -> bytes:
     """What a safetensors file begins with: where each tensor lies behind it."""
-    head: dict[str, Any] = {"__metadata__": {"format": "pt", _PUBLICATION: publication, _HEADER: header.hex()}}
+    head: dict[str, Any] = {"__metadata__": {"format": "pt", _HEADER: header.hex()}}
     end = 0
     for number, first, last in _pieces(bucket):
         begin, end = end, end + last - first
