@@ -536,6 +536,26 @@ async def test_a_client_that_goes_away_or_does_not_read_ends_its_requests(monkey
     del reader
 
 
+async def test_a_prompt_that_fails_ends_the_others_of_its_request() -> None:
+    class FirstFails(Scripted):
+        async def answer(self, prompt_ids: Sequence[int], sampling: Sampling, *, count: int = 1, deadline: float) -> Growing:
+            self.open += 1
+            try:
+                await asyncio.sleep(0.05 if list(prompt_ids) == [1] else 60.0)
+                raise RequestRefused("not this one")
+                yield []
+            finally:
+                self.open -= 1
+                self.closed += 1
+
+    policy = FirstFails()
+    async with serving(policy) as client:
+        for number, stream in enumerate((False, True), 1):
+            found, told, _ = await client.post("/completions", {"prompt": [[1], [2]], "stream": stream})
+            assert (found, told["error"]["message"]) == (400, "prompt[0]: not this one")
+            assert (policy.open, policy.closed) == (0, 2 * number)
+
+
 @pytest.mark.slow
 async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[web.Server] = []

@@ -100,21 +100,20 @@ def _show_status(found: dict[str, Any], console: Console) -> None:
     steps = f" of {found['steps']}" if "steps" in found else ""
     phase = f", {found['phase']}" if found.get("phase") else ""
     console.print(f"[bold]{found['run']}[/bold]: {found['state']}, step {found['step']}{steps}{phase}")
-    table = Table("group", "rank", "node", "pid", "state", "call", "since")
+    fields = ("group", "rank", "node", "pid", "state", "call")
+    table = Table(*fields, "since")
     for worker in found["workers"]:
         since = f"{time.time() - worker['since']:.1f} s" if worker["since"] else ""
-        fields = ("group", "rank", "node", "pid", "state", "call")
         table.add_row(*(str(worker[field]) for field in fields), since)
     if found["workers"]:
         console.print(table)
     for role, parts in found.get("memory", {}).items():
-        console.print(
-            f"memory of {role}: " + (", ".join(f"{what} {size(count)}" for what, count in parts.items() if count) or "none of its own")
-        )
+        held = ", ".join(f"{what} {size(count)}" for what, count in parts.items() if count)
+        console.print(f"memory of {role}: {held or 'none of its own'}")
     for pool in found.get("pools", []):
-        held = [f"{one['who']} holds slots {', '.join(map(str, one['slots']))} for {one['seconds']:.1f} s" for one in pool["holders"]]
+        holds = [f"{one['who']} holds slots {', '.join(map(str, one['slots']))} for {one['seconds']:.1f} s" for one in pool["holders"]]
         waits = [f"{one['who']} has waited for {one['slots']:g} for {one['seconds']:.1f} s" for one in pool["waiting"]]
-        console.print(f"pool {pool['pool']}, {pool['slots']} slots: {'; '.join(held + waits) or 'free'}")
+        console.print(f"pool {pool['pool']}, {pool['slots']} slots: {'; '.join(holds + waits) or 'free'}")
 
 
 def _own_recipe(name: str) -> str:

@@ -35,12 +35,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("reward/min", "reward", "reward", "smallest total reward"),
     ("reward/failed", "samples", "reward", "samples without a reward: the function failed, timed out, gave no finite number or abstained"),
     ("reward/extra/<name>", "reward", "reward", "a number that reward functions returned beside the score, mean over the samples with it"),
-    (
-        "reward/status/<status>",
-        "samples",
-        "reward",
-        "samples by the outcome of scoring: `ok`, `error`, `timeout`, `not_finite`, `abstained`, `environment`",
-    ),
+    ("reward/status/<status>", "samples", "reward", "by outcome: `ok`, `error`, `timeout`, `not_finite`, `abstained`, `environment`"),
     ("reward/unscored/<name>", "samples", "reward", "samples to which this entry of `reward` gave no score, for whichever reason"),
     ("reward/process/samples_max", "samples", "reward", "samples scored by the busiest scoring process, over all calls and workers"),
     ("reward/process/samples_min", "samples", "reward", "samples scored by the least busy scoring process"),
@@ -175,15 +170,6 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("metrics/nonfinite", "count", "sink", "values of this row that were not finite and were left out of it; absent when there were none"),
 )
 
-_ANY_PART: Final = re.compile(r"<\w+>")
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("[^/]+".join(re.escape(text) for text in _ANY_PART.split(name)))
-
-
-_PATTERNS: Final = [(_pattern(name), info) for name, info in METRICS.items() if "<" in name]
-
 
 def metric_part(text: str) -> str:
     """A text, such as the name of a data source, as one part of a metric's name."""
@@ -194,7 +180,7 @@ def describe(name: str) -> MetricInfo | None:
     """What the table says about a key, by itself or by a pattern; None for a name that is not in the table."""
     if name in METRICS:
         return METRICS[name]
-    return next((info for pattern, info in _PATTERNS if pattern.fullmatch(name)), None)
+    return next((info for shape, info in METRICS.items() if re.fullmatch(re.sub(r"<\w+>", "[^/]+", shape), name)), None)
 
 
 def metrics_reference() -> str:
