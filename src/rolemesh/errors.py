@@ -16,7 +16,8 @@
     ├── LeaseExpired                 a fact was to be bound to a lease that has run out
     ├── Unavailable                  a request from outside is not answered, with the reason
     │   ├── Overloaded               too many are open; says when to ask again
-    │   └── RequestRefused           the engine cannot serve what it asks for
+    │   ├── RequestRefused           the engine cannot serve what it asks for
+    │   └── RequestFailed            engines raise with it, also when it is alone; names what they raise
     ├── Deadlock                     a wait for resources would never end: the holders wait for each other
     ├── StandStill                   nothing can happen any more in a simulation
     └── RunStopped                   the run ended on purpose (policy), with the reason
@@ -287,6 +288,14 @@ class Overloaded(Unavailable):
 
 class RequestRefused(Unavailable):
     """The engine cannot serve what a request from outside asks for."""
+
+
+class RequestFailed(Unavailable):
+    """An engine has raised with a request from outside among others, and then one with it alone. `exception` is the type's name."""
+
+    @property
+    def exception(self) -> str:
+        return str(self.fields["exception"])
 
 
 class Deadlock(RolemeshError):

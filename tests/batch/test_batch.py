@@ -277,6 +277,9 @@ def test_join_names_missing_and_duplicate_rows():
         left.join(right.take([0, 1, 1]))
     with pytest.raises(BatchError, match="in the left batch"):
         left.take([0, 0, 1]).join(left)
+    far = Batch.from_columns({"draw": [0, 2**63 - 1, -2, 0], "sample": [0] * 4})  # steps that int64 cannot hold
+    with pytest.raises(BatchError, match=r"1 duplicate row\(s\) in the left batch, first \(draw 0, sample 0\)"):
+        far.join(far)
 
 
 def test_C07_parts_are_independent_and_true_conflicts_are_named():

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,7 @@ import pytest
 from rolemesh.cli.main import main
 from rolemesh.config import load_config
 from rolemesh.observe import RunDirectory, write_json
+from rolemesh.runtime.janitor import JanitorLink, waits_until
 
 
 def rolemesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -161,6 +164,66 @@ def test_status_of_a_run_whose_controller_is_gone(tmp_path: Path) -> None:
     run.write_status({"state": "created", "step": 0})
     assert answered(tmp_path, "status", run.name).stdout.startswith(f"{run.name}: dead, step 0\n")
     assert answered(tmp_path, "status", "nothing").returncode == 2
+
+
+@pytest.fixture
+def orphaned(tmp_path: Path) -> Iterator[RunDirectory]:
+    """A detached run whose driver was killed; its janitor waits for the next one."""
+    run = RunDirectory.create(tmp_path / "runs", "orphan")
+    run.write_status({"run": run.name, "state": "running", "pid": 2**22 + 1, "time": time.time(), "step": 3, "steps": 9, "workers": []})
+    code = (
+        "import os, signal, sys\nfrom rolemesh.runtime.janitor import JanitorLink\n"
+        "link = JanitorLink(sys.argv[1], 'drive', own=True, address='', ttl=300.0)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, run.name], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    yield run
+    JanitorLink(run.name, "look").bye("free")
+
+
+def test_status_of_a_detached_run_whose_driver_was_killed(tmp_path: Path, orphaned: RunDirectory) -> None:
+    ends = time.monotonic() + 10
+    while waits_until(orphaned.name) is None and time.monotonic() < ends:
+        time.sleep(0.02)
+    shown = answered(tmp_path, "status").stdout.splitlines()
+    assert shown[0] == f"{orphaned.name}: dead, step 3 of 9"
+    left = re.fullmatch(
+        r"its driver is gone; its workers wait for the next one for (\d+) s more \(cluster.time_to_live\), then they end", shown[1]
+    )
+    assert left, shown
+    assert 200 < int(left[1]) <= 300
+    assert shown[2:] == [f"`rolemesh clean {orphaned.name}` ends them"], "without a checkpoint nothing can go on"
+    orphaned.checkpoint(2).mkdir()
+    assert f"`rolemesh train --resume {orphaned.name}` goes on in them" in answered(tmp_path, "status").stdout
+    told = json.loads(answered(tmp_path, "status", "--json").stdout)
+    assert told["workers_until"] == waits_until(orphaned.name)
+    assert answered(tmp_path, "clean", orphaned.name).returncode == 0
+    assert answered(tmp_path, "status").stdout.splitlines()[1:] == [
+        f"`rolemesh train --resume {orphaned.name}` goes on from its newest checkpoint"
+    ]
+    shown = answered(tmp_path.parent, "status", str(orphaned.path)).stdout
+    assert f"--resume {orphaned.path}` goes on" in shown, "where the name alone would not be found"
+
+
+def test_status_of_what_only_serves(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rolemesh.cli", "serve", "backend=local", "pools.main.nodes=[1]"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        ends, shown = time.monotonic() + 120, ""
+        while "serving at" not in shown and time.monotonic() < ends:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.3)
+            shown = answered(tmp_path, "status").stdout
+        name, address = (told := json.loads(answered(tmp_path, "status", "--json").stdout))["run"], told["serving"]["address"]
+        assert not {"step", "steps"} & told.keys()
+        assert shown.startswith(f"{name}: running, serving\n")
+        assert f"serving at {address}: answers under way 0" in shown
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert answered(tmp_path, "status").stdout == f"{name}: interrupted\n"
 
 
 def test_H11_a_failing_run_exits_with_4_and_ends_on_the_cause(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rolemesh.cli.running import Sampling
+from rolemesh.cli.running import sampling
 from rolemesh.config import load_config
 from rolemesh.errors import ConfigError
 
 
 def checked(samples=None, k="1", temperature=None, recipe="1.0"):
     config = load_config(None, [f"rollout.temperature={recipe}"])
-    return Sampling(samples=samples, k=k, temperature=temperature).checked(config)
+    return sampling(config, samples, k, temperature)
 
 
 def test_without_samples_the_answers_are_greedy():

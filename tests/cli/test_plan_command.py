@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -105,3 +106,17 @@ def test_S29_known_bad_versions_refuse_a_plan(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "version of torch and torchvision" in done.stderr
+
+
+def test_what_decides_about_an_engine_comes_first_and_imagined_nodes_need_no_package_here(tmp_path):
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("needs an environment without SGLang")
+    _, errors, *_ = plan(tmp_path, "demo", "rollout.engine=sglang", check=2)
+    subjects = [line.removeprefix("✗ ").partition(": ")[0] for line in errors.splitlines()]
+    assert subjects == ["rollout.engine", "model.dtype", "version of sglang"]
+    on_gpus = ("rollout.engine=sglang", "model.dtype=bfloat16", "pools.main={nodes: [2], gpus: 1}")
+    _, errors, *_ = plan(tmp_path, "demo", *on_gpus, "pools.main.accelerator_type=H100", check=2)
+    assert errors.startswith("✗ pools.main.accelerator_type: "), "no such node is here, so the package would not help"
+    assert "✗ version of sglang" in errors
+    drawn, *_ = plan(tmp_path, "demo", *on_gpus, "--nodes", "1x2")
+    assert "sglang has not run yet" in " ".join(drawn.split())

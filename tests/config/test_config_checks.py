@@ -128,6 +128,17 @@ def test_D17_temperature_0_is_refused_for_training_only(check):
     assert check("rollout.temperature=0.01") == {}
 
 
+def test_a_temperature_that_no_engine_samples_at_is_refused(check):
+    for temperature in ("1e-7", "2e6"):
+        problem = check(f"rollout.temperature={temperature}")["rollout.temperature"]
+        assert problem.need.startswith("must be within 1e-06 to 1e+06")
+        assert problem.free == f"{float(temperature):g}"
+        assert "1.0" in problem.remedy
+        assert "must be 0 (greedy) or within" in check(f"rollout.temperature={temperature}", training=False)["rollout.temperature"].need
+    for temperature in ("1e-6", "1e6"):
+        assert check(f"rollout.temperature={temperature}") == {}
+
+
 def test_D16_filtered_sampling_is_refused_for_training_only(check):
     found = check("rollout.top_p=0.9", "rollout.top_k=50")
     assert found["rollout.top_p"].need.startswith("must be 1 for training")

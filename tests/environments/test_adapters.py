@@ -108,5 +108,5 @@ def test_a_game_of_textarena_is_the_same_for_the_same_seed_whatever_happens_besi
 
 @needs_textarena
 def test_an_unknown_game_is_named():
-    with pytest.raises(ConfigError, match="Did you mean GuessTheNumber-v0"):
+    with pytest.raises(ConfigError, match="Did you mean 'GuessTheNumber-v0'"):
         make("textarena", game="GuessTheNumbr-v0")

@@ -117,12 +117,11 @@ def test_terminal_shows_the_phases_of_the_start():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_finish_shows_the_rise_and_the_summary(terminal):
     shown, console = display(terminal)
-    with shown:
-        shown.start(4, first=2, history=[{"step": 0, "eval/accuracy": 0.0, "eval/reward_mean": -1.0}, {"step": 1, "reward/mean": 0.25}])
-        shown.step(3, row(0.5))
-        shown.step(4, row(0.75, **{"eval/accuracy": 1.0, "eval/reward_mean": 2.0}))
-        shown.evaluation(4, {"eval/accuracy": 1.0, "eval/reward_mean": 2.0})
-        shown.finish({"run": "runs/demo-1", "seconds": 12.3456})
+    shown.start(4, first=2, history=[{"step": 0, "eval/accuracy": 0.0, "eval/reward_mean": -1.0}, {"step": 1, "reward/mean": 0.25}])
+    shown.step(3, row(0.5))
+    shown.step(4, row(0.75, **{"eval/accuracy": 1.0, "eval/reward_mean": 2.0}))
+    shown.evaluation(4, {"eval/accuracy": 1.0, "eval/reward_mean": 2.0})
+    shown.finish({"run": "runs/demo-1", "seconds": 12.3456})
     text = console.export_text()
     assert "held-out accuracy  0.000 (step 0) -> 1.000 (step 4)" in text
     assert "after  |" + "█" * 24 + "|" in text

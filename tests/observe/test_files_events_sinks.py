@@ -58,12 +58,11 @@ def test_json_lines_take_any_details(tmp_path):
     ]
 
 
-def test_event_has_time_stage_subject_and_kind_and_reaches_the_listener(tmp_path):
-    heard = []
-    with EventLog(tmp_path / "events.jsonl", clock=lambda: 12.5, listener=heard.append) as log:
-        log.write("recover", "rollout rank 1", "worker_died", node="n0", exit_code=-9)
+def test_event_has_time_stage_subject_and_kind(tmp_path):
+    with EventLog(tmp_path / "events.jsonl", clock=lambda: 12.5) as log:
+        written = log.write("recover", "rollout rank 1", "worker_died", node="n0", exit_code=-9)
     expected = {"time": 12.5, "stage": "recover", "subject": "rollout rank 1", "kind": "worker_died", "node": "n0", "exit_code": -9}
-    assert read_json_lines(tmp_path / "events.jsonl") == heard == [expected]
+    assert read_json_lines(tmp_path / "events.jsonl") == [written] == [expected]
 
 
 def test_event_refuses_unknown_stages_and_another_time(tmp_path, log):

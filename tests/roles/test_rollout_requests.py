@@ -14,13 +14,14 @@ from test_rollout_manager import END, SETTINGS, Rollout, Told, check, config, pr
 
 from rolemesh.config.schema import Config
 from rolemesh.engines.rollout.fake import FakeEngine
-from rolemesh.errors import DeadlineExceeded, Overloaded, RequestRefused, Unavailable, WorkerDied
-from rolemesh.protocols.engine import Request, Sampling
+from rolemesh.errors import DeadlineExceeded, Overloaded, RequestFailed, RequestRefused, Unavailable, WorkerDied
+from rolemesh.protocols.engine import Completion, Request, Sampling
 from rolemesh.protocols.requests import FIRST_DRAW, Answer, Ask
 from rolemesh.roles.desk import Desk
 from rolemesh.roles.rollout_manager import REPLACEMENTS, RolloutManager
 from rolemesh.runtime import Deadlines, Pool, SimulatedBackend, register
 
+POISON = 63
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12, stop_token_ids=(END,), seed=1)
 
 
@@ -30,14 +31,29 @@ def canned(request: Request, sampling: Sampling) -> tuple[list[int], list[float]
     return [*tokens, END], [-0.5] * (len(tokens) + 1)
 
 
+class Breakable(FakeEngine):
+    """Raises when it has run a request from outside for three tokens, if the prompt begins with `POISON` or the engine is `broken`."""
+
+    broken = False
+
+    def _advance(self, *, admit: bool) -> list[Completion]:
+        for one in self._held.values():
+            if one.request.id[0] >= FIRST_DRAW and one.shown == 3 and (self.broken or one.request.prompt_ids[0] == POISON):
+                raise KeyError("no such block")
+        return super()._advance(admit=admit)
+
+
 class Serving(Rollout):
     """One token a call of `go_on`, so that what happens in between can be seen."""
 
     seen: ClassVar[list[tuple[int, tuple[int, ...]]]] = []
+    breaking: ClassVar[set[int]] = set()
+    """Ranks whose engines are broken."""
 
     def load(self) -> None:
         super().load()
-        self.engine = FakeEngine(None, slots=4, answer=answer, max_prompt_tokens=40, max_response_tokens=12)
+        self.engine = Breakable(None, slots=4, answer=answer, max_prompt_tokens=40, max_response_tokens=12)
+        self.engine.broken = self.context.rank in self.breaking
 
     @register(dispatch="all", mutates=True)
     def load_weights(self, version: int) -> int:  # type: ignore[override]
@@ -61,7 +77,7 @@ def answer(request: Request, sampling: Sampling) -> tuple[list[int], list[float]
 
 @pytest.fixture(autouse=True)
 def forgetful() -> None:
-    Serving.seen, Rollout.taken, Rollout.most, Rollout.broken = [], defaultdict(list), 0, None
+    Serving.seen, Serving.breaking, Rollout.taken, Rollout.most, Rollout.broken = [], set(), defaultdict(list), 0, None
 
 
 def serving(**serve: Any) -> Config:
@@ -257,6 +273,64 @@ def test_a_request_that_fails_everywhere_fails_and_one_that_cannot_be_served_is_
         assert len(await ask(manager, [1, 1])) == 1  # the fourth is there for others
 
     run(main)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("when", ["alone", "in a round"])
+def test_a_request_that_engines_raise_with_fails_alone_on_the_second_and_costs_no_replica(replicas: int, when: str) -> None:
+    async def main(backend: SimulatedBackend, told: Told) -> None:
+        manager = await started(backend, replicas, told)
+        await manager.load_weights(3)
+        sent = prompts(backend)
+        round_ = asyncio.ensure_future(manager.generate(sent, **SETTINGS)) if when == "in a round" else None
+        others = [asyncio.ensure_future(ask(manager, [number, 8], count=2)) for number in range(6)]
+        poison = [asyncio.ensure_future(ask(manager, [POISON, 8])) for _ in range(2)]
+        more = [asyncio.ensure_future(ask(manager, [number, 8], count=2)) for number in range(6)]
+        for one in poison:
+            with pytest.raises(RequestFailed, match=r"replica \d, and then replica \d with this request alone raised KeyError: 'no such"):
+                await one
+        for number, answers in enumerate(await asyncio.gather(*others, *more)):
+            assert [one.token_ids for one in answers] == [[n, *[number % 6] * 8, END] for n in range(2)]
+        if round_ is not None:
+            check(await read(backend, await round_), sent)
+        assert [(one.out, one.replaced) for one in manager.replicas] == [(None, 0)] * replicas
+        tries = [rank for rank, prompt in Serving.seen if prompt[0] == POISON]
+        assert len(tries) == 4, "two for each"
+        assert not [text for text in told.texts if "serves no more" in text]
+        assert manager.requests.under_way == 0
+
+    run(main, take_on=0.1, hand_in=1.0)
+
+
+def test_an_engine_that_raises_with_requests_that_others_can_answer_is_to_blame() -> None:
+    Serving.breaking = {0}
+
+    async def main(backend: SimulatedBackend, told: Told) -> None:
+        manager = await started(backend, 2, told)
+        await manager.load_weights(1)
+        asking = [asyncio.ensure_future(ask(manager, [number, 8])) for number in range(4)]
+        for number, (one,) in enumerate(await asyncio.gather(*asking)):
+            assert one.token_ids == [0, *[number] * 8, END]
+        assert [one.out is None for one in manager.replicas] == [False, True]
+        assert {rank for rank, _ in Serving.seen} == {0, 1}
+
+    told = run(main)
+    (text,) = [text for text in told.texts if "serves no more" in text]
+    assert "rank 0 serves no more, 1 of 2 do: its engine has raised, and others have answered all requests that it had then" in text
+
+
+def test_a_request_that_is_to_be_alone_waits_and_those_behind_it_wait() -> None:
+    engine = FakeEngine(None, slots=4, answer=canned, max_prompt_tokens=8, max_response_tokens=12)
+    engine.load_weights([], 0)
+    desk, held = Desk(), []
+    desk.exchange("me", [Ask((Request(id=(FIRST_DRAW + n, 0), prompt_ids=(3, 1)),), GREEDY, alone=n in (2, 3)) for n in range(6)], [])
+    desk.exchange("me", [], [(FIRST_DRAW + 3, 0)])
+    while desk.busy:
+        desk.admit(engine)
+        held.append(sorted(id[0] - FIRST_DRAW for id in engine._held))
+        desk.take(engine.step())
+    assert [one for place, one in enumerate(held) if one != held[place - 1]] == [[0, 1], [2], [4, 5]]
+    assert [news.finish_reason for news in desk.exchange("me", [], [])] == ["stop"] * 5
 
 
 def test_back_pressure_deadlines_and_clients_that_go_away() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rolemesh.errors import StaleWeights
 from rolemesh.models import load_model
 from rolemesh.protocols.engine import Completion, Request, Sampling
 from rolemesh.protocols.requests import FIRST_DRAW, Ask
+from rolemesh.roles.actor import ActorWorker
 from rolemesh.roles.rollout import RolloutWorker
 from rolemesh.weights import Outlet
 
@@ -74,6 +76,37 @@ def test_F01_a_refused_publication_does_not_make_overwritten_weights_good_again(
         answers(worker, 3)
     assert publish(outlet, worker, 5, weights) == 5
     assert answers(worker, 5) == 2
+
+
+def test_a_version_that_is_used_again_with_other_contents_is_not_served_until_it_is_taken_anew(
+    outlet: Outlet, weights: dict[str, torch.Tensor]
+) -> None:
+    worker = loaded()
+    assert publish(outlet, worker, 3, weights) == 3
+    other = {name: weight + 1 for name, weight in weights.items()}
+    manifest = outlet.begin(3, other.items(), iter(other.items()), shared=True)
+    outlet.fill(3)
+    assert worker.overwritten
+    with pytest.raises(StaleWeights, match="holds weight version -1, asked for 3"):
+        answers(worker, 3)
+    assert worker.load_weights(3, manifest=manifest) == 3
+    assert answers(worker, 3) == 2
+
+
+def test_an_actor_says_of_each_publication_whether_its_contents_are_those_of_one_before() -> None:
+    actor = ActorWorker(replace(context(), group="actor"), config=config())
+    actor.load()
+
+    def nonce(version: int, dtype: str = "float32") -> int:
+        return actor.publish(version, content="merged", dtype=dtype, shared=False).nonce
+
+    first = nonce(1)
+    assert nonce(1) == first, "for those that come later"
+    assert len({first, nonce(1, "bfloat16"), nonce(2)}) == 3
+    assert nonce(1) == first
+    rows = {"draw": [1], "sample": [0], "prompt_ids": [[1]], "response_ids": [[2, 3]], "token_weight": [1.0]}
+    actor.sft_update(Batch.from_columns(rows))
+    assert nonce(1) != first
 
 
 def test_weights_that_came_by_another_route_do_not_depend_on_shared_memory(outlet: Outlet, weights: dict[str, torch.Tensor]) -> None:
@@ -151,3 +184,24 @@ def test_a_drain_that_fails_leaves_an_engine_that_takes_the_next_weights() -> No
     health = worker.health()
     assert (health.state, health.weight_version, health.running, health.queued) == ("serving", 3, 0, 0)
     assert worker.take_weights(iter(()), 5) == 5
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_an_engine_that_raises_without_requests_from_outside_too_fails_its_call(row: bool) -> None:
+    worker = loaded()
+    worker.engine = engine = Failing(None, answer=lambda request, sampling: ([0] * 12, [-1.0] * 12), **LIMITS)
+    worker.take_weights(iter(()), 3)
+    if row:
+        worker.take_on(Batch.from_columns(ROWS), round="one", **SETTINGS)
+    sampling = Sampling(temperature=0.0, max_new_tokens=12, stop_token_ids=(), seed=0)
+    worker.talk(("me", [Ask((Request(id=(FIRST_DRAW, 0), prompt_ids=[1]),), sampling)], set()))
+    worker._step()
+    engine.fails = True
+    if row:
+        with pytest.raises(FloatingPointError):
+            worker._step()
+        return
+    worker.go_on(1.0)
+    assert worker.health().running == 0
+    (*_, last) = worker.talk(("me", [], set()))
+    assert (last.id, last.raised) == ((FIRST_DRAW, 0), ("FloatingPointError", "logits that are not finite"))

@@ -1,5 +1,6 @@
 """Workers that the runtime tests run in real processes."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -235,3 +236,12 @@ class Parent(Worker):
             time.sleep(10)
             os._exit(0)
         return os.waitpid(child, 0)[1]
+
+
+class SilentWhileMade(Worker):
+    """Like a process that imports for long: its control thread answers for some seconds, then C code keeps it from that."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        time.sleep(3)
+        ctypes.PyDLL(None).sleep(5)  # does not let go of the interpreter

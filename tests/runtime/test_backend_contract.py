@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runtime_workers import Adder, DiesJoining, Flaky, SlowToLoad, Summer
+from runtime_workers import Adder, DiesJoining, Flaky, SilentWhileMade, SlowToLoad, Summer
 
 from rolemesh.batch import Batch, BatchRef, assemble, block_meta
 from rolemesh.errors import BatchError, DataLost, DeadlineExceeded, NotJoined, ResourceError, WorkerDied, WorkerError
@@ -475,6 +476,32 @@ def test_a_rank_that_dies_while_the_group_forms_ends_it_in_time(backend: Backend
                 await group.init()
             assert backend.time() - started < 20
             assert (await group.reports())[0].state == "idle"
+
+    backend.run(main())
+
+
+def test_a_process_that_does_not_answer_while_it_starts_is_told_of_as_silent_not_as_failed(backend: Backend) -> None:
+    needs(backend, "processes")
+
+    async def main() -> None:
+        async with a_pool(backend, 1) as pool:
+            group = WorkerGroup("late", SilentWhileMade, pool, [0], deadlines=Deadlines(control=1))
+            making = asyncio.create_task(group.create(deadline=60))
+            told = [""]
+            while "has not answered yet" not in told[-1]:
+                assert not making.done()
+                told.append(await group.unready())
+                await backend.sleep(0.2)
+            process = group.processes[0]
+            assert f"rank 0 computing late.__init__ (pid {process.pid} on {process.node})" in told
+            silence = (
+                rf"rank 0 \(pid {process.pid} on {process.node}\) has not answered yet, for (\d+) s now; when last heard of it computed "
+            )
+            found = re.fullmatch(silence + r"late\.__init__", told[-1])
+            assert found, told[-1]
+            assert 1 <= int(found[1]) <= 10
+            await making
+            assert await group.unready() == ""
 
     backend.run(main())
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rolemesh.config import load_config
 from rolemesh.config.schema import ServeConfig
-from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable, WorkerDied
+from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestFailed, RequestRefused, RolemeshError, Unavailable, WorkerDied
 from rolemesh.models import encode_prompt, load_tokenizer
 from rolemesh.protocols.engine import Sampling, WeightSpan
 from rolemesh.protocols.requests import Answer, Growing
@@ -351,6 +351,7 @@ LONG = [[0] * 41]
         ("/completions", {"prompt": "1", "n": 257}, 400, "prompt", "257 answers each"),
         ("/completions", {"prompt": "1", "n": True}, 400, "n", "integer"),
         ("/completions", {"prompt": "1", "temperature": "hot"}, 400, "temperature", "number"),
+        ("/completions", {"prompt": "1", "temperature": 1e-9}, 400, "temperature", "0 (greedy) or within 1e-06 to 1e+06, got 1e-09"),
         ("/completions", {"prompt": "1", "top_p": 0}, 400, "top_p", "greater than 0"),
         ("/completions", {"prompt": "1", "logprobs": 5}, 400, "logprobs", "less than or equal to 0"),
         ("/completions", {"prompt": "1", "echo": True}, 400, "echo", "False"),
@@ -421,6 +422,7 @@ async def test_what_goes_wrong_behind_it_has_its_status() -> None:
         (Unavailable("the run has ended"), 503, "server_error"),
         (late, 503, "server_error"),
         (died, 500, "server_error"),
+        (RequestFailed("the engine raised KeyError: secret", exception="KeyError"), 500, "server_error"),
     ):
         async with serving(Scripted(error=error)) as client:
             for stream in (False, True):
@@ -428,6 +430,7 @@ async def test_what_goes_wrong_behind_it_has_its_status() -> None:
                 assert (found, told["error"]["type"]) == (status, kind)
                 assert headers.get("Retry-After") == ("7" if status == 429 else None)
                 assert ("secret" not in told["error"]["message"]) or status != 500
+                assert ("raised KeyError with this request" in told["error"]["message"]) == isinstance(error, RequestFailed)
     async with serving(Scripted(error=late, after=2)) as client:
         first, *_, last = await client.events("/completions", prompt="1")
         assert first["choices"]
@@ -534,6 +537,26 @@ async def test_a_client_that_goes_away_or_does_not_read_ends_its_requests(monkey
                 await asyncio.sleep(0.05)
         writer.close()
     del reader
+
+
+async def test_a_prompt_that_fails_ends_the_others_of_its_request() -> None:
+    class FirstFails(Scripted):
+        async def answer(self, prompt_ids: Sequence[int], sampling: Sampling, *, count: int = 1, deadline: float) -> Growing:
+            self.open += 1
+            try:
+                await asyncio.sleep(0.05 if list(prompt_ids) == [1] else 60.0)
+                raise RequestRefused("not this one")
+                yield []
+            finally:
+                self.open -= 1
+                self.closed += 1
+
+    policy = FirstFails()
+    async with serving(policy) as client:
+        for number, stream in enumerate((False, True), 1):
+            found, told, _ = await client.post("/completions", {"prompt": [[1], [2]], "stream": stream})
+            assert (found, told["error"]["message"]) == (400, "prompt[0]: not this one")
+            assert (policy.open, policy.closed) == (0, 2 * number)
 
 
 @pytest.mark.slow

@@ -118,6 +118,10 @@ def assert_same_end(run: RunDirectory, undisturbed: RunDirectory) -> None:
 
 def test_S19_a_run_whose_driver_was_killed_goes_on_in_its_processes_to_the_same_weights(tmp_path: Path, undisturbed: RunDirectory) -> None:
     run, pids = killed_after(tmp_path, 2, train(tmp_path, *demo()))
+    asked = [sys.executable, "-m", "rolemesh.cli", "status"]
+    told = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "its workers wait for the next one for" in told
+    assert f"`rolemesh train --resume {run.name}` goes on in them" in told
     before, began = run.status.read_text(), time.time()
     refused(tmp_path, run)
     assert kinds(run, began, "pool main") == ["attached, 3 of 3 processes live"]

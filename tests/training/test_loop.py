@@ -16,12 +16,16 @@ from safetensors.torch import load_file
 from training_helpers import ONE_PROCESS, PPO, Quiet, contract_problems, only_run, rows, small
 
 from rolemesh.algorithms import Grpo
+from rolemesh.batch import Batch
 from rolemesh.config.schema import Config, ModelConfig
+from rolemesh.engines.rollout import rows as sampling_rows
+from rolemesh.engines.rollout.sampling import uniforms
 from rolemesh.engines.train import load_value_model
 from rolemesh.errors import ConfigError, RolemeshError, RunStopped, WorkerError
 from rolemesh.observe import Metrics, RunDirectory
+from rolemesh.observe.catalogue import ROWS
 from rolemesh.protocols.algorithm import StepTerms, TokenBatch
-from rolemesh.training import health
+from rolemesh.training import health, phases
 from rolemesh.training.launch import run_training
 from rolemesh.training.tasks import run_evaluation, run_generation, run_sft
 
@@ -170,6 +174,9 @@ def test_a_run_keeps_the_contract_of_its_directory(tmp_path: Path) -> None:
     trained = [row for row in rows(run) if "reward/mean" in row]
     assert [row["weights/version"] for row in trained] == [1, 2]
     assert {row["samples/trained"] for row in trained} == {16}
+    kinds = [[key for key in ROWS if key in row] for row in rows(run)]
+    assert kinds == [["sft/step"], ["eval/accuracy"], ["reward/mean"], ["reward/mean"], ["eval/accuracy"], ["checkpoint/seconds"]]
+    assert [row["step"] for row in rows(run)] == [0, 0, 1, 2, 2, 2], "as docs/reference/metrics.md tells of these kinds"
     assert any("kept" in note for note in display.notes), "counts of kept and removed prompts are always shown"
 
 
@@ -395,6 +402,45 @@ def test_H11_an_error_in_a_worker_ends_with_role_rank_and_the_original_message(t
     run = only_run(tmp_path)
     assert "the judge is out" in (run.logs / "error.txt").read_text()
     assert json.loads(run.summary.read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize("fault", ["one seed for all", "none"])
+def test_answers_that_are_all_the_same_are_told_of_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(health, "SHORT", 0)  # a model that has learnt nothing may end an answer at any token
+    if fault != "none":
+        monkeypatch.setattr(sampling_rows, "uniforms", lambda seed, draws, samples, *more: uniforms(seed, draws, samples * 0, *more))
+    reward = "reward=[{name: 'test_loop:equal_rewards'}]"
+    run, display = train(tmp_path, "sft=null", "trainer.steps=3", reward)
+    counts = [row["samples/identical_groups"] for row in rows(run) if "reward/mean" in row]
+    said = [note for note in display.notes if "the same token for token" in note]
+    if fault == "none":
+        assert (counts, said) == ([0, 0, 0], [])
+        return
+    assert counts == [4, 4, 4]
+    assert said == [note for note in said if note.startswith("step 1: the 4 answers to each of the 4 prompts are the same")]
+    assert len(said) == 1
+
+
+def test_only_whole_groups_of_long_answers_count_as_identical_and_only_all_of_a_step_are_a_sign() -> None:
+    def count(*groups: list[tuple[int, int]]) -> float:
+        """Of groups of (digest, length)."""
+        told = [(draw, sample, *one) for draw, group in enumerate(groups) for sample, one in enumerate(group)]
+        names = ("draw", "sample", "response_digest", "response_length")
+        metrics = Metrics()
+        phases._record_identical(Batch.from_columns(dict(zip(names, map(list, zip(*told, strict=True)), strict=True))), metrics)
+        return metrics.reduce()["samples/identical_groups"]
+
+    assert count([(1, 9)] * 3, [(2, 9)] * 2) == 2
+    assert count([(1, 9), (1, 9), (2, 9)], [(3, 8)] * 3, [(4, 9)]) == 0  # one differs, short, a single answer
+    assert count([(1, 9)] * 2, [(1, 9), (2, 9)]) == 1
+
+    def signs(identical: int, temperature: float, warned: dict[str, int] | None = None) -> list[str]:
+        config = Config.model_validate({"trainer": {"prompts_per_step": 4}, "rollout": {"temperature": temperature}})
+        run: Any = SimpleNamespace(config=config, warned=warned or {})
+        return [kind for kind, _ in health._signs(run, {"reward/failed": 0, "samples/drawn": 16, "samples/identical_groups": identical})]
+
+    assert signs(4, 1.0) == signs(4, 0.1) == ["identical"]
+    assert signs(3, 1.0) == signs(0, 1.0) == signs(4, 0.0) == signs(4, 1.0, {"identical": 1}) == []
 
 
 def test_E10_a_failed_score_is_masked_and_counted(partly_failed: RunDirectory) -> None:

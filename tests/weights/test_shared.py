@@ -171,6 +171,7 @@ def test_F01_stale_half_written_and_overwritten_versions_are_refused(path: str):
         (16, ValueError, "must come next"),
         (24, ValueError, "its header says"),
         (32, ValueError, "checksum"),
+        (40, ValueError, "another publication than its manifest"),
         (64, ValueError, "checksum"),
     ):
         outlet._file._memory[at] ^= 1
@@ -178,6 +179,38 @@ def test_F01_stale_half_written_and_overwritten_versions_are_refused(path: str):
             list(reader(third))
         outlet._file._memory[:] = bytearray(whole)
     assert len(list(reader(third))) == 6
+
+
+def test_a_number_of_a_version_that_another_publisher_uses_again_is_not_taken_for_the_first(path: str):
+    """Same numbers, names and shapes, so that the contents alone differ; the second publisher writes into the first one's memory."""
+    first = Outlet(bucket_bytes=40 * KIB, path=path, leads=True)
+    manifest = begin(first, 5)
+    first.fill(5)
+    kept, torn, late = reader(manifest), reader(manifest), reader(manifest)
+    assert len(list(kept)) == 6
+    next(torn)
+    again = begin(first, 5, weights_of(8))
+    assert again.nonce != manifest.nonce
+    first.fill(5)
+    assert not kept.intact, "who serves from there must not go on"
+    for one in (torn, late):
+        with pytest.raises(ValueError, match="weight version 5 is of another publication than its manifest"):
+            list(one)
+    taken = dict(reader(again))
+    assert all(torch.equal(taken[name], weight) for name, weight in weights_of(8).items())
+
+
+def test_a_publication_that_is_repeated_for_late_readers_is_the_same_to_those_that_have_it(path: str):
+    outlet, weights = Outlet(bucket_bytes=40 * KIB, path=path, leads=True), weights_of(5)
+    manifest = outlet.begin(5, weights.items(), iter(weights.items()), shared=True, nonce=7)
+    outlet.fill(5)
+    kept = reader(manifest)
+    assert len(list(kept)) == 6
+    repeated = outlet.begin(5, weights.items(), iter(weights.items()), shared=True, nonce=7)
+    assert not kept.intact, "it is being written"
+    outlet.fill(5)
+    assert kept.intact
+    assert len(list(reader(repeated))) == 6
 
 
 def test_readers_hear_at_once_of_a_publication_that_is_given_up(path: str):

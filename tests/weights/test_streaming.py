@@ -152,7 +152,7 @@ def test_what_an_engine_refuses_at_once_or_too_slowly_is_raised_to_who_hands_ove
         return 1
 
     intake = Intake(manifest, slow, waiter="rollout rank 3", deadline=0.1)
-    outlet.begin(1, forms, iter(forms), shared=False)
+    outlet.begin(1, forms, iter(forms), shared=False, nonce=manifest.nonce)
     with pytest.raises(DeadlineExceeded, match=r"rollout rank 3 waited 0.1 s for its engine to load bucket 1 of weight version 1"):
         intake.take(0, outlet.pack(1, 0))
     intake = Intake(manifest, lambda weights: 7, waiter="rollout rank 3", deadline=1)

@@ -92,6 +92,7 @@ COLUMNS: Final[dict[str, Column]] = _declare(
         ),
         "environment_error": Column("string", "what the environment failed with; the row has no reward then", nullable=True, optional=True),
         "response_length": Column("int", "number of sampled tokens of response_ids"),
+        "response_digest": Column("int", "hash of response_ids, by which equal answers are found without reading them", optional=True),
         "finish_reason": Column("string", "stop (end token), length (cut) or abort"),
         "weight_version": Column("int", "version of the weights that sampled the row; the oldest, if several did"),
         "weight_spans": Column(

@@ -45,8 +45,8 @@ def match_rows(left: Ints, right: Ints) -> Ints:
 
 def _ascending(ids: Ints) -> bool:
     """Whether each id comes after the one before it, so that none occurs twice."""
-    draws = np.diff(ids[:, 0])
-    return bool(((draws > 0) | ((draws == 0) & (np.diff(ids[:, 1]) > 0))).all())
+    (draws, samples), (next_draws, next_samples) = ids[:-1].T, ids[1:].T
+    return bool(((next_draws > draws) | ((next_draws == draws) & (next_samples > samples))).all())
 
 
 def _refuse_duplicates(ids: Ints, side: str) -> None:

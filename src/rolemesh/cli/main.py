@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from rolemesh import __version__
 from rolemesh.cli import cleaning, inspecting, running
@@ -67,10 +68,10 @@ def main() -> None:
         app()
     except (ConfigError, ResourceError) as error:
         for problem in error.problems:
-            errors.print(f"[red]✗[/red] [bold]{_plain(problem.subject)}[/bold]: {_plain(str(problem)[len(problem.subject) + 2 :])}")
+            errors.print(Text.assemble(("✗", "red"), " ", (problem.subject, "bold"), str(problem).removeprefix(problem.subject)))
         sys.exit(error.exit_code)
     except RolemeshError as error:
-        errors.print(f"[red]✗[/red] {_plain(str(error))}")
+        errors.print(Text.assemble(("✗", "red"), f" {error}"))
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer turns KeyboardInterrupt into this
@@ -79,7 +80,3 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - the end of the process: an error that is not ours keeps its trace, and the contract its exit code
         traceback.print_exc()
         sys.exit(RolemeshError.exit_code)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -74,37 +73,28 @@ def sft(arguments: Arguments = None) -> None:
     typer.echo(f"The model is in {folder}. Train on from it with model.path={folder}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """What `rolemesh eval` was told about samples."""
-
-    samples: int | None
-    k: str
-    temperature: float | None
-
-    def checked(self, config: Config) -> tuple[int, tuple[int, ...], float] | None:
-        """(answers a prompt, values of k, temperature); None for greedy answers. Raises ConfigError with everything that is wrong."""
-        if self.samples is None:
-            if self.temperature is not None or self.k != "1":
-                raise ConfigError.one("--samples", "is needed for --k and --temperature", "none", "Write for example --samples 16 --k 1,8")
-            return None
-        temperature = config.rollout.temperature if self.temperature is None else self.temperature
-        words = [word.strip() for word in self.k.split(",")]
-        ks = [int(word) for word in words if word.isascii() and word.isdigit()]
-        problems = []
-        if self.samples < 1:
-            problems.append(Problem(subject="--samples", need="must be at least 1", free=str(self.samples)))
-        elif len(ks) < len(words) or not all(1 <= k <= self.samples for k in ks):
-            need = f"must be whole numbers from 1 to --samples={self.samples}, with commas between them"
-            problems.append(Problem(subject="--k", need=need, free=repr(self.k), remedy="Write for example --samples 16 --k 1,8"))
-        if not temperature > 0:
-            remedy = "Leave --samples out for greedy answers"
-            problems.append(
-                Problem(subject="--temperature", need="must be above 0 for several samples", free=f"{temperature:g}", remedy=remedy)
-            )
-        if problems:
-            raise ConfigError(problems=problems)
-        return self.samples, tuple(dict.fromkeys(ks)), temperature
+def sampling(config: Config, samples: int | None, k: str, temperature: float | None) -> tuple[int, tuple[int, ...], float] | None:
+    """(answers a prompt, values of k, temperature) by what `rolemesh eval` was told; None for greedy answers. Raises ConfigError with
+    everything that is wrong."""
+    if samples is None:
+        if temperature is not None or k != "1":
+            raise ConfigError.one("--samples", "is needed for --k and --temperature", "none", "Write for example --samples 16 --k 1,8")
+        return None
+    temperature = config.rollout.temperature if temperature is None else temperature
+    words = [word.strip() for word in k.split(",")]
+    ks = [int(word) for word in words if word.isascii() and word.isdigit()]
+    problems = []
+    if samples < 1:
+        problems.append(Problem(subject="--samples", need="must be at least 1", free=str(samples)))
+    elif len(ks) < len(words) or not all(1 <= number <= samples for number in ks):
+        need = f"must be whole numbers from 1 to --samples={samples}, with commas between them"
+        problems.append(Problem(subject="--k", need=need, free=repr(k), remedy="Write for example --samples 16 --k 1,8"))
+    if not temperature > 0:
+        need, remedy = "must be above 0 for several samples", "Leave --samples out for greedy answers"
+        problems.append(Problem(subject="--temperature", need=need, free=f"{temperature:g}", remedy=remedy))
+    if problems:
+        raise ConfigError(problems=problems)
+    return samples, tuple(dict.fromkeys(ks)), temperature
 
 
 def _of_run_or_recipe(arguments: list[str] | None, run: str | None, runs_dir: Path) -> Config:
@@ -127,7 +117,7 @@ def evaluate(
 ) -> None:
     """Accuracy on the held-out prompts: greedy, or pass@k from several samples. By source where there are several."""
     config = _of_run_or_recipe(arguments, run, runs_dir)
-    asked = Sampling(samples=samples, k=k, temperature=temperature).checked(config)
+    asked = sampling(config, samples, k, temperature)
     if output is not None:
         _check_output(output)
     _prepare_process()

@@ -18,6 +18,7 @@ from rolemesh.config.packaged import local_path
 from rolemesh.config.pool_checks import check_pools, check_roles, missing_role, multiples_near
 from rolemesh.config.reward_checks import check_reward
 from rolemesh.config.reward_heads import check_language_model
+from rolemesh.config.rollout_schema import COOLEST, HOTTEST
 from rolemesh.config.schema import Config, LoraConfig
 from rolemesh.config.yaml_text import show
 from rolemesh.errors import ConfigError, Problem
@@ -39,8 +40,9 @@ def check_config(config: Config, *, training: bool = True, builtins: Mapping[str
     """
     problems = [*_names(config), *_model(config), *data_problems(config), *_code(config, builtins or {})]
     problems += [*check_pools(config), *check_roles(config), *check_reward(config, builtins or {}), *_cluster(config), *_serve(config)]
+    problems += _temperature(config.rollout.temperature, training)
     if training:
-        problems += [*_algorithm(config), *_sampling(config), *_batches(config), *_optimizer(config), *_folders(config)]
+        problems += [*_algorithm(config), *_filters(config), *_batches(config), *_optimizer(config), *_folders(config)]
     return problems
 
 
@@ -252,15 +254,27 @@ def _reference(config: Config) -> Iterator[Problem]:
         )
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
-    if rollout.temperature == 0:
+def _temperature(found: float, training: bool) -> Iterator[Problem]:
+    if found == 0 and training:
         yield Problem(
             subject="rollout.temperature",
             need="must be above 0 for training: greedy answers to a prompt are all equal, and log-probabilities are divided by it",
             free="0",
             remedy="Set rollout.temperature=1.0; evaluation is greedy on its own",
         )
+    elif found != 0 and not COOLEST <= found <= HOTTEST:
+        need = f"within {COOLEST:g} to {HOTTEST:g}, since logits are divided by it in float32"
+        yield Problem(
+            subject="rollout.temperature",
+            need=f"must be {need}" if training else f"must be 0 (greedy) or {need}",
+            free=f"{found:g}",
+            remedy="Set it to 1.0, which samples from the model as it is"
+            + ("" if training else " (--temperature of a command goes before it)"),
+        )
+
+
+def _filters(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
     for key, value, full in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
         if value != full:
             yield Problem(

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rolemesh.config.section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 
+COOLEST, HOTTEST = 1e-6, 1e6
+"""Temperatures above 0: logits divided by less than the first may be beyond float32, and then there is nothing to sample from."""
+
 
 class ServeConfig(Section):
     """The policy in training as an OpenAI-compatible endpoint: see docs/serving.md."""
@@ -33,7 +36,7 @@ class RolloutConfig(Section):
     engine: str = "builtin"
     """Inference engine by name (`builtin`, or `vllm` or `sglang` where these are installed), or an own one by import path."""
     temperature: NotNegativeFloat = 1.0
-    """Sampling temperature; above 0 for training."""
+    """Sampling temperature: 0 (greedy) or from 1e-6 to 1e6, and not 0 for training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; must be 1 for training, where sampled and trained probabilities have to agree."""
     top_k: NotNegative = 0

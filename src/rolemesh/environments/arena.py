@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rolemesh.errors import ConfigError
 from rolemesh.protocols.environment import Message, Start, Step, Turn
-from rolemesh.registry import nearest
+from rolemesh.registry import did_you_mean
 
 _lock: Final = threading.Lock()
 PLAYER: Final = 0
@@ -73,12 +73,10 @@ def _make(game: str, options: dict[str, Any]) -> Any:
         import textarena
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError as error:
-        raise ConfigError.one(
-            "environment.name", "textarena must be installed", f"{type(error).__name__}: {error}", "pip install 'rolemesh[textarena]'"
-        ) from error
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.one("environment.name", "textarena must be installed", found, "pip install 'rolemesh[textarena]'") from error
     raw = f"{game}-raw"  # without wrappers, which repeat the whole conversation in each observation
     if raw not in ENV_REGISTRY:
-        hint = nearest(game, [name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train"))])
-        remedy = f"Did you mean {hint}?" if hint else ""
+        remedy = did_you_mean(game, [name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train"))]).rstrip()
         raise ConfigError.one("environment.options.game", "must name a game of textarena", repr(game), remedy)
     return textarena.make(raw, **options)

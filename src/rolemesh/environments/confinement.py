@@ -20,19 +20,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+_MACHINES: Final = ("x86_64", "aarch64")
+"""Numbers that differ between them stand side by side, in this order; None is a call that there is not."""
 _PR_SET_SECCOMP: Final = 22
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _SECCOMP_MODE_FILTER: Final = 2
 _LANDLOCK: Final = (444, 445, 446)
 """System calls, the same on all architectures: create a ruleset, add a rule, restrict oneself."""
-_CAPSET: Final = {"x86_64": 126, "aarch64": 91}
+_CAPSET: Final = (126, 91)
 _CAPABILITY_VERSION_3: Final = 0x20080522
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _ACCESS_BY_ABI: Final = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 """All that Landlock can refuse of files, by the version that brought it."""
 
-_AUDIT_ARCH: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_AUDIT_ARCH: Final = (0xC000003E, 0xC00000B7)
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_REFUSE: Final = _ERRNO | errno.EPERM
+_Step = tuple[int, int, int, int]
+"""Of a filter's program: operation, steps to skip if true, if false, value."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 """Offsets in what a filter looks at."""
@@ -41,43 +46,29 @@ _CLONE_THREAD: Final = 0x10000
 _OWNER_COMMANDS: Final = (8, 10, 15)
 """F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel signal another process."""
 
-_REFUSED: Final[dict[str, dict[str, int]]] = {
-    "x86_64": {
-        "socket": 41, "connect": 42, "bind": 49, "listen": 50, "io_uring_setup": 425,
-        "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
-        "shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "mq_open": 240, "memfd_create": 319, "memfd_secret": 447,
-        "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "kcmp": 312,
-        "tkill": 200, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
-        "pidfd_open": 434, "pidfd_send_signal": 424, "pidfd_getfd": 438,
-        "setrlimit": 160, "prlimit64": 302, "setpriority": 141, "ioprio_set": 251, "setpgid": 109, "setsid": 112, "prctl": 157,
-        "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
-        "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
-        "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "truncate": 76,
-        "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
-        "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161,
-        "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "keyctl": 250, "add_key": 248, "request_key": 249,
-        "name_to_handle_at": 303, "open_by_handle_at": 304,
-    },
-    "aarch64": {
-        "socket": 198, "connect": 203, "bind": 200, "listen": 201, "io_uring_setup": 425,
-        "execve": 221, "execveat": 281,
-        "shmget": 194, "shmat": 196, "semget": 190, "msgget": 186, "mq_open": 180, "memfd_create": 279, "memfd_secret": 447,
-        "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "process_madvise": 440, "kcmp": 272,
-        "tkill": 130, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
-        "pidfd_open": 434, "pidfd_send_signal": 424, "pidfd_getfd": 438,
-        "setrlimit": 164, "prlimit64": 261, "setpriority": 140, "ioprio_set": 30, "setpgid": 154, "setsid": 157, "prctl": 167,
-        "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118, "sched_setattr": 274,
-        "fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchown": 55, "fchownat": 54, "utimensat": 88, "truncate": 45,
-        "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
-        "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51,
-        "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "keyctl": 219, "add_key": 217, "request_key": 218,
-        "name_to_handle_at": 264, "open_by_handle_at": 265,
-    },
+_REFUSED: Final[dict[str, tuple[int, int | None]]] = {
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "io_uring_setup": (425, 425),
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
+    "setrlimit": (160, 164), "prlimit64": (302, 261), "setpriority": (141, 140), "ioprio_set": (251, 30), "setpgid": (109, 154),
+    "setsid": (112, 157), "prctl": (157, 167),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "truncate": (76, 45),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217),
+    "request_key": (249, 218),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
 }  # fmt: skip
-_LOOKED_AT: Final = {
-    "x86_64": {"clone": 56, "clone3": 435, "kill": 62, "tgkill": 234, "fcntl": 72},
-    "aarch64": {"clone": 220, "clone3": 435, "kill": 129, "tgkill": 131, "fcntl": 25},
-}
+_LOOKED_AT: Final = {"clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "fcntl": (72, 25)}
 """Refused or not by their arguments."""
 
 
@@ -95,15 +86,16 @@ def library_paths() -> list[str]:
 def confine(readable: Iterable[str], *, memory_bytes: int, cpu_seconds: int, descriptors: int) -> None:
     """Give up everything else, for good. `memory_bytes` is beyond what the process has now. Raises CannotConfine; the process must end
     then, as it may be half way."""
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in _AUDIT_ARCH:
-        raise CannotConfine(f"Linux on x86_64 or aarch64, found {sys.platform} on {machine}")
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        raise CannotConfine(f"Linux on {' or '.join(_MACHINES)}, found {sys.platform} on {platform.machine()}")
+    machine = _MACHINES.index(platform.machine())
     libc = ctypes.CDLL(None, use_errno=True)
     _limit(memory_bytes, cpu_seconds, descriptors)
     _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1, 0, "the kernel's no_new_privs")
     _restrict_files(libc, readable)
-    _drop_capabilities(libc, machine)
-    _filter_calls(libc, machine)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    _called(libc.syscall(_CAPSET[machine], header, bytes(24)), "giving up capabilities")  # of the superuser of a container
+    _install(libc, _filter(machine, os.getpid()))
 
 
 def _limit(memory_bytes: int, cpu_seconds: int, descriptors: int) -> None:
@@ -137,17 +129,7 @@ def _restrict_files(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
     os.close(ruleset)
 
 
-def _drop_capabilities(libc: ctypes.CDLL, machine: str) -> None:
-    """What the superuser of a container has beyond others."""
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _called(libc.syscall(_CAPSET[machine], header, bytes(24)), "giving up capabilities")
-
-
-def _filter_calls(libc: ctypes.CDLL, machine: str) -> None:
-    _install(libc, _filter(machine, os.getpid()))
-
-
-def _install(libc: ctypes.CDLL, steps: Iterable[tuple[int, int, int, int]]) -> None:
+def _install(libc: ctypes.CDLL, steps: Iterable[_Step]) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
@@ -156,37 +138,36 @@ def _install(libc: ctypes.CDLL, steps: Iterable[tuple[int, int, int, int]]) -> N
     _prctl(libc, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), "a seccomp filter")
 
 
-def _filter(machine: str, pid: int) -> Iterator[tuple[int, int, int, int]]:
-    """The filter's program, as steps of (operation, steps to skip if true, if false, value)."""
-    special = _LOOKED_AT[machine]
+def _filter(machine: int, pid: int) -> Iterator[_Step]:
+    """The filter's program. `machine` is the place in `_MACHINES`."""
+    special = {name: numbers[machine] for name, numbers in _LOOKED_AT.items()}
     yield _LOAD, 0, 0, _ARCH
     yield _EQUAL, 1, 0, _AUDIT_ARCH[machine]
     yield _RETURN, 0, 0, _KILL
     yield _LOAD, 0, 0, _NUMBER
-    if machine == "x86_64":
+    if _MACHINES[machine] == "x86_64":
         yield _AT_LEAST, 0, 1, _X32_BIT
-        yield _RETURN, 0, 0, _ERRNO | errno.EPERM
+        yield _RETURN, 0, 0, _REFUSE
     yield from _answer([special["clone3"]], errno.ENOSYS)  # its flags cannot be seen; the C library then uses clone
-    yield from _answer(_REFUSED[machine].values(), errno.EPERM)
+    refused = [number for numbers in _REFUSED.values() if (number := numbers[machine]) is not None]
+    yield from _answer(refused, errno.EPERM)
     for name in ("kill", "tgkill"):  # itself alone
-        yield from _by_argument(special[name], 0, _EQUAL, [pid], otherwise=errno.EPERM)
-    yield from _by_argument(special["clone"], 0, _ANY_BIT, [_CLONE_THREAD], otherwise=errno.EPERM)
-    yield from _by_argument(special["fcntl"], 1, _EQUAL, _OWNER_COMMANDS, refuses=True, otherwise=errno.EPERM)
+        yield from _by_argument(special[name], 0, _EQUAL, [pid])
+    yield from _by_argument(special["clone"], 0, _ANY_BIT, [_CLONE_THREAD])
+    yield from _by_argument(special["fcntl"], 1, _EQUAL, _OWNER_COMMANDS, refuses=True)
     yield _RETURN, 0, 0, _ALLOW
 
 
-def _answer(numbers: Iterable[int], error: int) -> Iterator[tuple[int, int, int, int]]:
+def _answer(numbers: Iterable[int], error: int) -> Iterator[_Step]:
     for number in numbers:
         yield _EQUAL, 0, 1, number
         yield _RETURN, 0, 0, _ERRNO | error
 
 
-def _by_argument(
-    number: int, argument: int, test: int, values: Sequence[int], *, otherwise: int, refuses: bool = False
-) -> Iterator[tuple[int, int, int, int]]:
+def _by_argument(number: int, argument: int, test: int, values: Sequence[int], *, refuses: bool = False) -> Iterator[_Step]:
     """Allow the call where the low word of its argument meets the test with one of the values, and refuse it else (`refuses`: the other
     way round)."""
-    met, unmet = (_ERRNO | otherwise, _ALLOW) if refuses else (_ALLOW, _ERRNO | otherwise)
+    met, unmet = (_REFUSE, _ALLOW) if refuses else (_ALLOW, _REFUSE)
     yield _EQUAL, 0, len(values) + 3, number
     yield _LOAD, 0, 0, _ARGUMENTS + 8 * argument
     for place, value in enumerate(values):

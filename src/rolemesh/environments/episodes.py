@@ -21,7 +21,6 @@ from typing import Any, Final, TypeVar
 from rolemesh.config.schema import EnvironmentConfig
 from rolemesh.environments import threads
 from rolemesh.environments.answers import checked_messages, checked_step, describe_error
-from rolemesh.environments.threads import all_held
 from rolemesh.environments.turns import TurnEncoder
 from rolemesh.environments.waiting import step_deadline
 from rolemesh.errors import DeadlineExceeded
@@ -163,7 +162,7 @@ class EpisodeLoop:
 
     def _held_up(self, what: str) -> DeadlineExceeded:
         held = "does it block the event loop? await, or use a thread"
-        if all_held(self._loop):
+        if threads.all_held(self._loop):
             held = f"all {threads.THREADS} threads are held by functions that have not returned"
         subject = f"environment {self._limits.name} for {what} ({held})"
         return DeadlineExceeded(waiter="rollout", subject=subject, seconds=self._limits.deadline + GRACE)
@@ -272,7 +271,7 @@ class EpisodeLoop:
             async with step_deadline(self._limits.deadline) as limit:
                 return await work
         except TimeoutError:
-            if limit.expired:
+            if limit.timeout.expired():
                 where = f", in {', '.join(limit.interrupted)}" if limit.interrupted else ""
                 raise TimeoutError(f"{what} took longer than environment.deadline ({self._limits.deadline:g} s){where}") from None
             raise

@@ -7,10 +7,8 @@ Sandbox (on the event loop)  --code-->  keeper  --forks-->  a confined process f
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from weakref import WeakKeyDictionary
 from rolemesh.environments.sandbox_process import SECONDS
 from rolemesh.environments.waiting import in_line
 from rolemesh.errors import ConfigError, DeadlineExceeded
-from rolemesh.rewards.wire import frame
+from rolemesh.rewards.wire import CHUNK, Inbox, frame
 
 PROCESSES: Final = min(8, os.cpu_count() or 1)
 """Programs that run side by side, for one event loop; further ones wait for their turn."""
@@ -30,7 +28,6 @@ START_SECONDS: Final = 120.0
 """For the keeper to import what it preloads."""
 GRACE: Final = 20.0
 """Seconds beyond a program's own in which its result has to come."""
-_LENGTH: Final = struct.Struct("!I")
 _KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "ROLEMESH_RUN", "ROLEMESH_PROCESS")
 """Variables that the keeper gets: no secrets, and the marks by which a run's processes are found."""
 _FIXED: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -113,15 +110,16 @@ class Sandbox:
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ready: asyncio.Future[None]
     ) -> None:
         """Take results in until the keeper is gone, or the loop ends; then end the keeper, and with it all that came from it."""
+        inbox = Inbox()
         try:
-            while True:
-                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                message = json.loads(await reader.readexactly(length))
-                if not ready.done():
-                    ready.set_result(None)
-                elif (future := self._results.get(message["id"])) is not None and not future.done():
-                    future.set_result(message)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            while data := await reader.read(CHUNK):
+                inbox.feed(data)
+                for message in inbox.take():
+                    if not ready.done():
+                        ready.set_result(None)
+                    elif (future := self._results.get(message["id"])) is not None and not future.done():
+                        future.set_result(message)
+        except ConnectionError:
             pass
         finally:
             self._writer = None
@@ -149,10 +147,11 @@ def sandbox_of_loop() -> Sandbox:
 
 
 def _start(descriptor: int, *, preload: bool) -> subprocess.Popen[bytes]:
-    setup = {"path": [entry or os.getcwd() for entry in sys.path], "descriptor": descriptor, "preload": preload}
-    boot = f"import sys; sys.path[:] = {setup['path']!r}; from rolemesh.environments.sandbox_process import main; main()"
+    path = [entry or os.getcwd() for entry in sys.path]
+    call = f"main({descriptor}, preload={preload})"
+    boot = f"import sys; sys.path[:] = {path!r}; from rolemesh.environments.sandbox_process import main; {call}"
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | _FIXED
-    command = [sys.executable, "-P", "-s", "-c", boot, json.dumps(setup)]
+    command = [sys.executable, "-P", "-s", "-c", boot]
     return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, env=environment, cwd="/", start_new_session=True)
 
 
@@ -177,15 +176,11 @@ for name, what in {
 @cache
 def check_sandbox() -> None:
     """Raise ConfigError unless code can be run here, and is kept from what it must not do. Tried once in a process."""
-
-    async def probe() -> Result:
-        return await Sandbox(preload=False).run(_PROBE)
-
     need = "the tool python needs to confine what a model wrote (Linux from 5.13 on with Landlock and seccomp)"
     remedy = "Leave this tool out, or run where containers and kernel allow both"
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="sandbox") as apart:  # an event loop may be running here
-            found = apart.submit(lambda: asyncio.run(probe())).result(START_SECONDS + SECONDS + GRACE)
+            found = apart.submit(lambda: asyncio.run(Sandbox(preload=False).run(_PROBE))).result(START_SECONDS + SECONDS + GRACE)
     except (ConnectionError, DeadlineExceeded) as error:
         raise ConfigError.one("environment.tools", need, str(error), remedy) from error
     if found.outcome != "ok" or found.output:

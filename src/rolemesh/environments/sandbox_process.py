@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
-import json
 import os
 import random
 import resource
@@ -48,23 +47,16 @@ _NOT_CONFINED: Final = 3
 """Exit status of a process that could not give up its rights, and has run nothing."""
 
 
-def main() -> None:
-    """Be the keeper: the number of a socket and the settings are on the command line."""
-    setup = json.loads(sys.argv[1])
-    sys.path[:] = setup["path"]
-    if setup["preload"]:
-        _preload()
+def main(descriptor: int, *, preload: bool) -> None:
+    """Be the keeper, who talks through the socket with this descriptor."""
+    for name in PRELOADED if preload else ():
+        with suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in forked processes copy no shared pages
     os.nice(NICENESS)
-    with socket.socket(fileno=setup["descriptor"]) as control:
+    with socket.socket(fileno=descriptor) as control:
         Keeper(control).serve()
-
-
-def _preload() -> None:
-    for name in PRELOADED:
-        with suppress(ImportError):
-            importlib.import_module(name)
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +255,3 @@ def _describe(error: BaseException) -> str:
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == _FILE]
     text = traceback.format_exception_only(error)[-1].strip()
     return f"{text} (line {lines[-1]})" if lines else text
-
-
-if __name__ == "__main__":
-    main()

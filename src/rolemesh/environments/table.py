@@ -14,7 +14,7 @@ from rolemesh.environments.tools import load_tools
 from rolemesh.environments.turns import TurnEncoder
 from rolemesh.errors import ConfigError
 from rolemesh.protocols.environment import Environment, Message
-from rolemesh.registry import check_call, nearest, resolve
+from rolemesh.registry import check_call, did_you_mean, resolve
 
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "tools": "rolemesh.environments.tool_use:ToolEnvironment",
@@ -50,8 +50,7 @@ def _check_options(config: EnvironmentConfig, environment: Callable[..., Environ
     for name in config.options:
         if name not in taken:
             need = f"{config.name} takes {'the options ' + ', '.join(taken) if taken else 'no options'}"
-            remedy = f"Did you mean {hint!r}?" if (hint := nearest(name, taken)) else "Leave it out"
-            raise ConfigError.one("environment.options", need, repr(name), remedy)
+            raise ConfigError.one("environment.options", need, repr(name), did_you_mean(name, taken).rstrip() or "Leave it out")
 
 
 def tool_schemas(config: EnvironmentConfig | None) -> list[dict[str, Any]]:
@@ -79,9 +78,8 @@ def check_environment_section(config: EnvironmentConfig, tokenizer: Any, *, chat
         if config.tools and config.parser == "hermes" and not encoder.shows(CALL_MARK):
             need = f"must keep {CALL_MARK!r} in the text of a turn, or no call of the parser hermes is ever seen"
             found = f"a special token of {tokenizer.name_or_path}, which the text is made without"
-            raise ConfigError.one(
-                "environment.parser", need, found, "Use another parser, or mark the token as not special in tokenizer.json"
-            )
+            remedy = "Use another parser, or mark the token as not special in tokenizer.json"
+            raise ConfigError.one("environment.parser", need, found, remedy)
 
 
 def _check_methods(config: EnvironmentConfig) -> None:

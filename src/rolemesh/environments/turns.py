@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _MARK = "The answer so far."
 """Stands for what the model wrote. Templates do not touch it."""
 
-
 _AHEAD: Final = 16
 """Characters for each token that are looked at first where a message has to be cut."""
 
@@ -69,23 +68,17 @@ class TurnEncoder:
             {"role": message.role, "content": self._harmless(message.content)} | ({"name": message.name} if message.name else {})
             for message in messages
         ]
+        template = f"the chat template of {self._tokenizer.name_or_path}"
         try:
             text = str(self._tokenizer.apply_chat_template(before + new, add_generation_prompt=True, tokenize=False))
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise ConfigError.one(
-                "data.chat",
-                f"the chat template of {self._tokenizer.name_or_path} must accept messages of the environment",
-                f"{error or type(error).__name__} (roles {', '.join(message.role for message in messages)})",
-                "Use another role, or set data.chat=false",
-            ) from error
+            need = f"{template} must accept messages of the environment"
+            found = f"{error or type(error).__name__} (roles {', '.join(message.role for message in messages)})"
+            raise ConfigError.one("data.chat", need, found, "Use another role, or set data.chat=false") from error
         _, mark, behind = text.partition(_MARK)
         if not mark:
-            raise ConfigError.one(
-                "data.chat",
-                f"the chat template of {self._tokenizer.name_or_path} must keep what the model wrote",
-                "a conversation without it",
-                "Set data.chat=false, or change the chat_template.jinja of the tokenizer",
-            )
+            remedy = "Set data.chat=false, or change the chat_template.jinja of the tokenizer"
+            raise ConfigError.one("data.chat", f"{template} must keep what the model wrote", "a conversation without it", remedy)
         return behind
 
     def _harmless(self, content: str) -> str:

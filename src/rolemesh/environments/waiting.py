@@ -14,29 +14,24 @@ class StepDeadline:
     """A timeout that can stand still."""
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._waiting = 0
         self._left = 0.0
         self.interrupted: list[str] = []
         """Parts of the step (`part`) that were cut off."""
 
-    @property
-    def expired(self) -> bool:
-        """Whether it ended the step."""
-        return self._timeout.expired()
-
     def stop(self) -> None:
         """Somebody within the step begins to wait for a turn."""
         self._waiting += 1
-        if self._waiting == 1 and (ends := self._timeout.when()) is not None:
+        if self._waiting == 1 and (ends := self.timeout.when()) is not None:
             self._left = ends - asyncio.get_running_loop().time()
-            self._timeout.reschedule(None)
+            self.timeout.reschedule(None)
 
     def go_on(self) -> None:
         """That one waits no longer."""
         self._waiting -= 1
         if self._waiting == 0:
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._left)
+            self.timeout.reschedule(asyncio.get_running_loop().time() + self._left)
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ def _declare(*rows: tuple[str, str, str, str]) -> dict[str, MetricInfo]:
 
 
 METRICS: Final[dict[str, MetricInfo]] = _declare(
-    ("step", "count", "loop", "number of the step, from 1; the row of an evaluation before training has step 0"),
+    ("step", "count", "loop", "number of the step of training that the row is of, as above"),
     ("step/skipped", "count", "loop", "1 when the update of the step was left out because no group had any spread in its rewards"),
     ("reward/mean", "reward", "reward", "mean total reward of the samples that were scored"),
     ("reward/mean/<source>", "reward", "reward", "the same for each of several data sources (from 2 to 32 of them)"),
@@ -35,12 +35,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("reward/min", "reward", "reward", "smallest total reward"),
     ("reward/failed", "samples", "reward", "samples without a reward: the function failed, timed out, gave no finite number or abstained"),
     ("reward/extra/<name>", "reward", "reward", "a number that reward functions returned beside the score, mean over the samples with it"),
-    (
-        "reward/status/<status>",
-        "samples",
-        "reward",
-        "samples by the outcome of scoring: `ok`, `error`, `timeout`, `not_finite`, `abstained`, `environment`",
-    ),
+    ("reward/status/<status>", "samples", "reward", "by outcome: `ok`, `error`, `timeout`, `not_finite`, `abstained`, `environment`"),
     ("reward/unscored/<name>", "samples", "reward", "samples to which this entry of `reward` gave no score, for whichever reason"),
     ("reward/process/samples_max", "samples", "reward", "samples scored by the busiest scoring process, over all calls and workers"),
     ("reward/process/samples_min", "samples", "reward", "samples scored by the least busy scoring process"),
@@ -136,7 +131,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("serve/requests/<replica>", "count", "rollout", "answers asked for from outside and begun by this replica since the last row"),
     ("serve/tokens/<replica>", "tokens", "rollout", "tokens that this replica answered such requests with"),
     ("serve/refused", "count", "rollout", "answers asked for from outside while too many were under way"),
-    ("serve/moved", "count", "rollout", "such answers that began anew on another replica, since theirs was lost"),
+    ("serve/moved", "count", "rollout", "such answers that began anew, since their replica was lost or its engine raised"),
     ("serve/given_up", "count", "rollout", "such answers that ended early: the client went or had what it wanted, or its deadline came"),
     ("rollout/logprob_gap_max", "nat", "actor", "largest gap of a token's log-probability between engine and trainer with equal weights"),
     ("weights/version", "count", "loop", "version of the policy at the end of the step; the answers of a row of samples name their own"),
@@ -145,6 +140,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("samples/trained", "samples", "loop", "answers with a weight above 0 in the loss"),
     ("samples/skipped", "samples", "loop", "answers of a step that was skipped because no group had any spread"),
     ("samples/masked", "samples", "loop", "answers that arrived and were left out of the loss, for instance without a reward"),
+    ("samples/identical_groups", "prompts", "loop", "prompts whose answers, two or more of over 8 tokens, are the same token for token"),
     ("samples/lost", "samples", "loop", "answers that were asked for and are neither trained, skipped nor masked"),
     ("data/removed/<reason>", "prompts", "data", "prompts removed before training for this reason"),
     ("data/removed/<reason>/<source>", "prompts", "data", "the same for each of several data sources"),
@@ -156,7 +152,7 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("sft/steps_skipped_nonfinite", "count", "actor", "supervised fine-tuning: 1 when the gradient was not finite and the step left out"),
     ("sft/steps_skipped_empty", "count", "actor", "supervised fine-tuning: 1 when there were no target tokens and the step was left out"),
     ("sft/tokens_trained", "tokens", "actor", "supervised fine-tuning: target tokens of the step"),
-    ("sft/step", "count", "loop", "number of the supervised step, from 1, in rows of the warm start; their `step` is 0"),
+    ("sft/step", "count", "loop", "number of the supervised step, from 1"),
     ("time/step", "s", "loop", "wall time of the whole step"),
     ("time/<role>/<call>", "s", "loop", "time of this call in the step at its slowest rank, without waits for other roles of its process"),
     (
@@ -175,14 +171,13 @@ METRICS: Final[dict[str, MetricInfo]] = _declare(
     ("metrics/nonfinite", "count", "sink", "values of this row that were not finite and were left out of it; absent when there were none"),
 )
 
-_ANY_PART: Final = re.compile(r"<\w+>")
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("[^/]+".join(re.escape(text) for text in _ANY_PART.split(name)))
-
-
-_PATTERNS: Final = [(_pattern(name), info) for name, info in METRICS.items() if "<" in name]
+ROWS: Final[dict[str, tuple[str, str]]] = {
+    "reward/mean": ("a step of training", "its number, from 1"),
+    "sft/step": ("a supervised step, of the warm start or of `rolemesh sft`", "0"),
+    "eval/accuracy": ("an evaluation", "the number of steps done: 0 before the first"),
+    "checkpoint/seconds": ("a checkpoint", "the number of steps that it holds; the row may come after those of later steps"),
+}
+"""A key that only rows of one kind have -> what these are of, and what their `step` is."""
 
 
 def metric_part(text: str) -> str:
@@ -194,7 +189,7 @@ def describe(name: str) -> MetricInfo | None:
     """What the table says about a key, by itself or by a pattern; None for a name that is not in the table."""
     if name in METRICS:
         return METRICS[name]
-    return next((info for pattern, info in _PATTERNS if pattern.fullmatch(name)), None)
+    return next((info for shape, info in METRICS.items() if re.fullmatch(re.sub(r"<\w+>", "[^/]+", shape), name)), None)
 
 
 def metrics_reference() -> str:
@@ -202,7 +197,14 @@ def metrics_reference() -> str:
     lines = [
         "# Metrics",
         "",
-        "Keys of `metrics.jsonl`, one object a step. This page is generated from `rolemesh.observe.METRICS` by `make docs`.",
+        "Rows and keys of `metrics.jsonl`. This page is generated from `rolemesh.observe.METRICS` by `make docs`.",
+        "",
+        "A row is one JSON object, and several may have the same `step`; what a row is of is told by the key that no other has:",
+        "",
+        "| a row of | has the key | and as `step` |",
+        "|---|---|---|",
+        *(f"| {kind} | `{key}` | {step} |" for key, (kind, step) in ROWS.items()),
+        "",
         "A part in angle brackets stands for any text without a slash. A `share` is a fraction of 1, a `nat` the unit of natural",
         "logarithms. Values that are not finite are left out of the row and counted in `metrics/nonfinite`.",
         "",

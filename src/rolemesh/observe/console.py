@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self
+from datetime import timedelta
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,6 +31,13 @@ _NOTES_SHOWN: Final = 4
 _REWARD: Final = "reward/mean"
 _ACCURACY: Final = "eval/accuracy"
 _EVAL_REWARD: Final = "eval/reward_mean"
+_STEP_FORMS: Final = {_REWARD: "reward {:.3f}", "reward/std": "± {:.3f}", "time/step": "{:.2f} s"}
+_FORMS: Final = {
+    "throughput/tokens_per_second": "{:,.0f} tokens/s",
+    "response_length/mean": "{:.1f} tokens an answer",
+    "policy/entropy": "entropy {:.2f}",
+}
+"""The few numbers a reader looks for first, and how they are shown."""
 
 
 class TrainingDisplay:
@@ -90,13 +98,14 @@ class TrainingDisplay:
         self._measure_pace(step)
         self._remember(step, values)
         if self._live is None and (step == self._total or self._line_due()):
-            self._line(_step_line(step, self._total, values))
+            self._line("  ".join([f"step {step}/{self._total}", *_shown(values, _STEP_FORMS), *_shown(values, _FORMS)]))
 
     def evaluation(self, step: int, values: Row) -> None:
         """Show an evaluation on held-out prompts; step 0 is before training."""
         self._remember(step, values)
         if self._live is None:
-            self._line(f"step {step}/{self._total}  held out: " + "  ".join(_pairs(values, "eval/")))
+            pairs = [f"{name.removeprefix('eval/')} {_plain(value)}" for name, value in values.items() if name.startswith("eval/")]
+            self._line(f"step {step}/{self._total}  held out: " + "  ".join(pairs))
 
     def note(self, text: str) -> None:
         """Show a warning or a piece of news; the last few stay visible."""
@@ -115,12 +124,6 @@ class TrainingDisplay:
         """Stop, then print the panel that sums the run up: the rise from the first to the last evaluation, and `summary` line by line."""
         self.stop()
         self._console.print(Panel(Group(*self._summary(summary)), title=Text(self._title), title_align="left", expand=False))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _draw(self) -> None:
         """Begin to draw, if there is a terminal to draw on and the display was not stopped."""
@@ -167,7 +170,6 @@ class TrainingDisplay:
         return Panel(Group(*parts), title=Text(self._title), title_align="left")
 
     def _progress(self) -> Text:
-        now = self._clock()
         text = Text()
         if self._total:
             text.append(bar(self._done / self._total, 40), style="cyan")
@@ -175,7 +177,7 @@ class TrainingDisplay:
         if self._seconds_a_step and self._done < self._total:
             text.append(f"  about {_duration(self._seconds_a_step * (self._total - self._done))} left")
         name, detail = self._phase
-        text.append(f"  {name} {_duration(now - self._phase_since)} {detail}", style="bold")
+        text.append(f"  {name} {_duration(self._clock() - self._phase_since)} {detail}", style="bold")
         return text
 
     def _curve(self) -> Table:
@@ -186,7 +188,7 @@ class TrainingDisplay:
         grid = Table.grid(padding=(0, 1))
         for number, (label, line) in enumerate(zip(scale, lines, strict=True)):
             grid.add_row("reward" if number == 0 else "", Text(label, style="dim"), Text(line, style="green"))
-        grid.add_row("", Text("now", style="dim"), f"{rewards[-1]:.3f}  " + "  ".join(_facts(self._row)))
+        grid.add_row("", Text("now", style="dim"), f"{rewards[-1]:.3f}  " + "  ".join(_shown(self._row, _FORMS)))
         return grid
 
     def _summary(self, summary: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -210,9 +212,8 @@ def _points(evaluations: Sequence[tuple[int, Row]], name: str) -> list[tuple[int
 def _rise(label: str, points: Sequence[tuple[int, float]]) -> Iterator[Text]:
     """First and last evaluation, with bars for shares of 1."""
     (first_step, first), (last_step, last) = points[0], points[-1]
-    yield Text(
-        f"{label:<18} {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})", style="bold green" if last > first else "bold"
-    )
+    style = "bold green" if last > first else "bold"
+    yield Text(f"{label:<18} {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})", style=style)
     if all(0 <= value <= 1 for _, value in points):
         yield Text(f"{'':<18} before |{bar(first, _BAR_WIDTH)}|", style="dim")
         yield Text(f"{'':<18} after  |{bar(last, _BAR_WIDTH)}|", style="green")
@@ -243,27 +244,8 @@ def _times(row: Row) -> Table:
     return table
 
 
-def _facts(row: Row) -> Iterator[str]:
-    """The few numbers a reader looks for first."""
-    for name, form in (
-        ("throughput/tokens_per_second", "{:,.0f} tokens/s"),
-        ("response_length/mean", "{:.1f} tokens an answer"),
-        ("policy/entropy", "entropy {:.2f}"),
-    ):
-        if name in row:
-            yield form.format(row[name])
-
-
-def _step_line(step: int, total: int, row: Row) -> str:
-    parts = [f"step {step}/{total}"]
-    for name, form in ((_REWARD, "reward {:.3f}"), ("reward/std", "± {:.3f}"), ("time/step", "{:.2f} s")):
-        if name in row:
-            parts.append(form.format(row[name]))
-    return "  ".join([*parts, *_facts(row)])
-
-
-def _pairs(row: Row, prefix: str) -> list[str]:
-    return [f"{name.removeprefix(prefix)} {_plain(value)}" for name, value in row.items() if name.startswith(prefix)]
+def _shown(row: Row, forms: Mapping[str, str]) -> list[str]:
+    return [form.format(row[name]) for name, form in forms.items() if name in row]
 
 
 def _plain(value: Any) -> str:
@@ -271,10 +253,6 @@ def _plain(value: Any) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as `4 s`, `3:05` or `1:02:03`."""
+    """Seconds as `4 s`, `3:05`, `1:02:03` or `1 day, 1:02:03`."""
     whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{whole} s" if whole < 60 else str(timedelta(seconds=whole)).lstrip("0:")

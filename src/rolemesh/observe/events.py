@@ -1,6 +1,6 @@
 """The event log of a run, `events.jsonl`: state changes, failures, replacements, each with time, stage and subject.
 
-Written by the controller only. `doctor`, `status` and the report read it.
+Written by the controller only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ Event = dict[str, Any]
 class EventLog(Closing):
     """Appends one JSON object a line: `time` (seconds since the epoch), `stage`, `subject`, `kind`, then details.
 
-    A detail `level="warning"` or `"error"` marks what a user should see. `listener` gets every event too, for the display.
+    A detail `level="warning"` or `"error"` marks what a user should see.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, listener: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._lines = JsonLines(path)
         self._clock = clock
-        self._listener = listener
 
     def write(self, stage: Stage, subject: str, kind: str, **details: Any) -> Event:
         """Write one event and return it. `subject` is a role, rank, pool, node or file; `kind` says what happened in a word.
@@ -40,8 +39,6 @@ class EventLog(Closing):
             raise ValueError("the event log sets `time` itself; give the detail another name")
         event = {"time": self._clock(), "stage": stage, "subject": subject, "kind": kind, **details}
         self._lines.write(event)
-        if self._listener is not None:
-            self._listener(event)
         return event
 
     def close(self) -> None:

@@ -81,7 +81,8 @@ class JsonLines(Closing):
     def __init__(self, path: Path, *, sync: bool = False) -> None:
         self._file: IO[bytes] = path.open("a+b")
         self._sync = sync
-        self._file.truncate(_end_of_last_line(self._file))
+        self._file.seek(0)
+        self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
@@ -91,19 +92,6 @@ class JsonLines(Closing):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _end_of_last_line(file: IO[bytes]) -> int:
-    """Offset behind the last line end; 0 if there is none."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 65_536)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

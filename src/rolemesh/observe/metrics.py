@@ -63,7 +63,6 @@ class Metrics:
             self._record(name, _Entry("mean", float(value) * weight, weight))
 
     def sum(self, name: str, value: SupportsFloat) -> None:
-        """Sum of all recorded values."""
         self._record(name, _Entry("sum", float(value)))
 
     def max(self, name: str, value: SupportsFloat) -> None:
@@ -84,23 +83,9 @@ class Metrics:
             self._record(name, replace(entry))
         return self
 
-    def prefixed(self, prefix: str) -> Metrics:
-        """A copy in which every name reads `prefix/name`."""
-        copy = Metrics()
-        copy._entries = {f"{prefix}/{name}": replace(entry) for name, entry in self._entries.items()}
-        return copy
-
     def reduce(self) -> dict[str, float]:
         """One number for each name, in the order in which the names first appeared."""
         return {name: entry.value for name, entry in self._entries.items()}
-
-    def __bool__(self) -> bool:
-        """True if anything was recorded."""
-        return bool(self._entries)
-
-    def clear(self) -> None:
-        """Forget everything, the reductions of the names included."""
-        self._entries.clear()
 
     def _record(self, name: str, entry: _Entry) -> None:
         known = self._entries.setdefault(name, entry)

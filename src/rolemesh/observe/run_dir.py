@@ -1,6 +1,6 @@
 """The directory of one run, `<runs_dir>/<name>-<id>/`: the contract between a run and everything that reads it.
 
-`train` creates it; `status`, `doctor`, `report`, `replay`, `audit` and `--resume` find and open it.
+A run creates it; `status`, `set`, `export` and other commands, and `--resume`, find it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunDirectory:
     plan = _Below("plan.json")
     """The plan that was launched, JSON."""
     metrics = _Below("metrics.jsonl")
-    """One JSON object a step."""
+    """JSON objects: one for each step, and one for each supervised step, evaluation and checkpoint; see docs/reference/metrics.md."""
     events = _Below("events.jsonl")
     """State changes and failures, one JSON object each."""
     journal = _Below("journal")
@@ -82,16 +82,14 @@ class RunDirectory:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError.one("name", "must consist of letters, digits, '.', '_' and '-', the first a letter or digit", repr(name))
-        while True:
-            path = runs_dir.expanduser() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
-                need, found = f"it must be possible to make a folder in {str(runs_dir)!r}", f"{type(error).__name__}: {error}"
-                raise ConfigError.one("runs_dir", need, found, "Set runs_dir to another folder") from error
-            break
+        path = runs_dir.expanduser() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            return cls.create(runs_dir, name)
+        except (OSError, ValueError) as error:  # ValueError: characters that no path may hold
+            need, found = f"it must be possible to make a folder in {str(runs_dir)!r}", f"{type(error).__name__}: {error}"
+            raise ConfigError.one("runs_dir", need, found, "Set runs_dir to another folder") from error
         run = cls(path)
         for folder in (run.samples, run.checkpoints, run.logs):
             folder.mkdir()
@@ -102,9 +100,8 @@ class RunDirectory:
     def open(cls, path: Path) -> Self:
         """An existing directory. Raises ConfigError when it is no run."""
         if not is_run(path):
-            raise ConfigError.one(
-                "run", f"a run directory holds {' or '.join(_MARKS)}", f"{path} " + ("without them" if path.is_dir() else "does not exist")
-            )
+            found = "without them" if path.is_dir() else "does not exist"
+            raise ConfigError.one("run", f"a run directory holds {' or '.join(_MARKS)}", f"{path} {found}")
         return cls(path)
 
     @property
@@ -113,7 +110,6 @@ class RunDirectory:
         return self.path.resolve().name
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step}"
 
     @contextmanager
@@ -240,16 +236,9 @@ def find_run(runs_dir: Path, run: str | None) -> RunDirectory:
         raise ConfigError.one("run", f"{run!r} must fit one run", f"{len(matching)}: {names}", "Write more of the name")
     if (owner := owner_of(path := Path(run).expanduser())) is not None:
         there = ", ".join(sorted((found.name for found in owner.checkpoints.glob("step-*")), key=lambda name: (len(name), name))) or "none"
-        raise ConfigError.one(
-            "run",
-            f"{run!r} must be a run, not a checkpoint of one",
-            f"the checkpoints of {owner.name}: {there}; trainer.keep_checkpoints removes older ones",
-            f"Give {owner.path}, whose newest checkpoint is taken",
-        )
-    names = ", ".join(found.name for found in reversed(runs[-5:]))
-    raise ConfigError.one(
-        "run",
-        f"no run in {runs_dir} is called {run!r}",
-        f"{len(runs)} runs, the newest {names}" if runs else "no runs",
-        did_you_mean(run, [found.name for found in runs]).rstrip(),
-    )
+        found = f"the checkpoints of {owner.name}: {there}; trainer.keep_checkpoints removes older ones"
+        remedy = f"Give {owner.path}, whose newest checkpoint is taken"
+        raise ConfigError.one("run", f"{run!r} must be a run, not a checkpoint of one", found, remedy)
+    known = [one.name for one in runs]
+    found = f"{len(known)} runs, the newest {', '.join(known[:-6:-1])}" if known else "no runs"
+    raise ConfigError.one("run", f"no run in {runs_dir} is called {run!r}", found, did_you_mean(run, known).rstrip())

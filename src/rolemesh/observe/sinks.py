@@ -6,25 +6,24 @@ raises is switched off with a warning while the run goes on.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Any, Final, Protocol
 
 from rolemesh import registry
 from rolemesh.errors import ConfigError, Problem
+from rolemesh.observe.events import EventLog
 from rolemesh.observe.files import JsonLines
-
-if TYPE_CHECKING:
-    from rolemesh.observe.events import EventLog
 
 MetricValue = float | int | str
 NONFINITE: Final = "metrics/nonfinite"
 
 
 class Sink(Protocol):
-    """Takes one row a step. Made from the run's folder: a user's own sink is a callable `(folder: Path) -> Sink`."""
+    """Takes rows, several of a step (docs/reference/metrics.md).
+
+    Made from the run's folder: a user's own sink is a callable `(folder: Path) -> Sink`."""
 
     def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
         """Take a row. Texts occur among the values (`bottleneck/role`)."""
@@ -59,11 +58,7 @@ class TensorBoardSink:
     """Event files of TensorBoard in `tensorboard/` of the run directory. Needs the extra `rolemesh[tensorboard]`."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboard.summary import Writer
-        except ImportError as error:
-            raise _no_tensorboard("trainer.sinks", f"{type(error).__name__}: {error}") from error
-        self._writer = Writer(str(folder / "tensorboard"))
+        self._writer = _tensorboard_writer("trainer.sinks")(str(folder / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
         for name, value in finite(values).items():
@@ -75,6 +70,17 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def _tensorboard_writer(subject: str) -> Any:
+    """TensorBoard's class. Raises ConfigError, naming `subject`, where it is not installed."""
+    try:
+        from tensorboard.summary import Writer
+    except ImportError as error:
+        remedy = "Install it with `pip install 'rolemesh[tensorboard]'`, or take it off the list"
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.one(subject, "`tensorboard` needs the package tensorboard", found, remedy) from error
+    return Writer
+
+
 class GuardedSink:
     """Keeps the failures of another sink away from the run: the first one becomes a warning event, and the sink is not used again."""
 
@@ -84,15 +90,14 @@ class GuardedSink:
         self._events = events
 
     def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
-        if self._sink is not None:
-            self._guard(lambda sink: sink.write(step, values), f"at step {step}")
+        self._guard(lambda sink: sink.write(step, values), f"at step {step}")
 
     def close(self) -> None:
-        if self._sink is not None:
-            self._guard(lambda sink: sink.close(), "on closing")
+        self._guard(lambda sink: sink.close(), "on closing")
 
     def _guard(self, action: Callable[[Sink], None], when: str) -> None:
-        assert self._sink is not None
+        if self._sink is None:
+            return
         try:
             action(self._sink)
         except Exception as error:  # noqa: BLE001 - code of others must not end the run
@@ -112,17 +117,12 @@ def check_sinks(names: Sequence[str]) -> None:
         try:
             factory = registry.resolve(name, BUILTIN_SINKS, subject=subject)
             registry.check_call(factory, [Path()], {}, subject=subject, name=name, called=f"{name}(folder)")
-            if factory is TensorBoardSink and importlib.util.find_spec("tensorboard") is None:
-                raise _no_tensorboard(subject, "no package of this name")
+            if factory is TensorBoardSink:
+                _tensorboard_writer(subject)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems=problems)
-
-
-def _no_tensorboard(subject: str, found: str) -> ConfigError:
-    remedy = "Install it with `pip install 'rolemesh[tensorboard]'`, or take it off the list"
-    return ConfigError.one(subject, "`tensorboard` needs the package tensorboard", found, remedy)
 
 
 def create_sinks(names: Sequence[str], folder: Path, events: EventLog) -> list[GuardedSink]:
@@ -137,9 +137,5 @@ def _create(name: str, folder: Path) -> Sink:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError.one(
-            "trainer.sinks",
-            f"{name!r} must make a sink from the run directory",
-            f"{type(error).__name__}: {error}",
-            "Mend it, or take it off the list",
-        ) from error
+        need, found = f"{name!r} must make a sink from the run directory", f"{type(error).__name__}: {error}"
+        raise ConfigError.one("trainer.sinks", need, found, "Mend it, or take it off the list") from error

@@ -1,11 +1,11 @@
 """What any cluster would have to have for a config: told to those who add machines, and the measure of what no cluster can do.
 
-Called by `training/admission.py`.
+Called by `training/admission.py`, and `with_unplaced` by all that refuse a config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -36,6 +36,15 @@ def _pool_nodes(config: Config, name: str, pool: PoolConfig) -> Iterator[NodeInf
         amounts = {what: count * amount for what, amount in demand.amounts()}
         yield replace(roomy, cpus=count * demand.cpus + beside, gpus=round(amounts.pop(GPU, 0) + 0.49), resources=amounts)
         beside = 0.0
+
+
+def with_unplaced(problems: Sequence[Problem], unplaced: Callable[[], Sequence[Problem]]) -> list[Problem]:
+    """The problems of a config behind those of its plan, which are made unless roles, pools or models are wrong: what the machines cannot
+    hold decides, whatever could be installed or set otherwise. Of a subject that has a problem already the plan's are left out."""
+    if any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems):
+        return list(problems)
+    known = {problem.subject for problem in problems}
+    return [*(problem for problem in unplaced() if problem.subject not in known), *problems]
 
 
 def impossible(config: Config) -> tuple[Problem, ...]:

@@ -48,15 +48,13 @@ def unfit(config: Config) -> Iterator[Problem]:
     role = config.roles.get(ROLLOUT)
     if role is None or not used_by(config, ROLLOUT):
         return
-    remedy = "Set {}, or rollout.engine=builtin"
     if role.pool in config.pools and not has_device(config.pools[role.pool]):
-        need = "sglang computes on GPUs only"
-        yield Problem(
-            subject="rollout.engine", need=need, free=f"pool {role.pool} without", remedy=remedy.format(f"pools.{role.pool}.gpus=1")
-        )
+        remedy = f"Set rollout.engine=builtin, or on a machine with GPUs pools.{role.pool}.gpus=1"
+        yield Problem(subject="rollout.engine", need="sglang computes on GPUs only", free=f"pool {role.pool} without", remedy=remedy)
     if config.model.dtype != "bfloat16":
-        need = "sglang is deterministic in half precision only"
-        yield Problem(subject="model.dtype", need=need, free=config.model.dtype, remedy=remedy.format("model.dtype=bfloat16"))
+        need = "must be bfloat16 for sglang: the seeds of answers count in half precision only"
+        remedy = "Set model.dtype=bfloat16, or rollout.engine=builtin"
+        yield Problem(subject="model.dtype", need=need, free=config.model.dtype, remedy=remedy)
 
 
 def notes(config: Config) -> Iterator[str]:

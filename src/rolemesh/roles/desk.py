@@ -28,6 +28,8 @@ class Desk:
         self._news: list[News] = []
         self._told: dict[Id, int] = {}
         """Requests in the engine, with the number of tokens told so far."""
+        self._alone = False
+        """They are to be alone there."""
         self._shown = 0.0
 
     def exchange(self, client: str, asks: Sequence[Ask], cancelled: Collection[Id]) -> list[News]:
@@ -51,21 +53,40 @@ class Desk:
         if not (self._coming or self._leaving):
             return
         with self._lock:
-            coming, self._coming = self._coming, []
             leaving, self._leaving = self._leaving, set()
+            kept = [tuple(request for request in ask.requests if request.id not in leaving) for ask in self._coming]
+            self._coming = [ask._replace(requests=left) for ask, left in zip(self._coming, kept, strict=True) if left]
             ended = leaving & self._told.keys()
             for id in ended:
                 del self._told[id]
         engine.abort(ended)
-        for ask in coming:
-            requests = [request for request in ask.requests if request.id not in leaving]
+        while (ask := self._next()) is not None:
             try:
-                engine.add(requests, ask.sampling)
+                engine.add(ask.requests, ask.sampling)
             except ValueError as error:
-                self._post([News(request.id, 0, [], [], (), None, str(error)) for request in requests])
-            else:
                 with self._lock:
-                    self._told.update((request.id, 0) for request in requests)
+                    for request in ask.requests:
+                        del self._told[request.id]
+                self._post([News(request.id, 0, [], [], (), None, str(error)) for request in ask.requests])
+
+    def _next(self) -> Ask | None:
+        """What may join now. One that is to be alone waits for those before it to end, and those behind it wait for it."""
+        with self._lock:
+            if not self._coming or (self._told and (self._alone or self._coming[0].alone)):
+                return None
+            ask = self._coming.pop(0)
+            self._alone = ask.alone
+            self._told.update((request.id, 0) for request in ask.requests)
+        return ask
+
+    def blame(self, error: Exception) -> set[Id]:
+        """The engine has raised: tell so of the requests that it has from here, which the caller ends, and return them."""
+        with self._lock:
+            ids = set(self._told)
+            self._told.clear()
+        raised = type(error).__name__, str(error)
+        self._post([News(id, 0, [], [], (), None, raised=raised) for id in ids])
+        return ids
 
     def take(self, completions: Sequence[Completion]) -> list[Completion]:
         """Tell of those that were asked for here, and return the others."""

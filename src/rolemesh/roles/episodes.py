@@ -19,7 +19,7 @@ from rolemesh.models import load_config
 from rolemesh.protocols.engine import Completion, Sampling
 from rolemesh.protocols.environment import Start
 from rolemesh.protocols.task import load_task
-from rolemesh.roles.rollout import ONE_REPLICA, RolloutWorker
+from rolemesh.roles.rollout import ONE_REPLICA, RolloutWorker, digests
 from rolemesh.roles.rollout import WRITES as COMMON
 from rolemesh.runtime import WorkerContext, register
 
@@ -183,6 +183,7 @@ class EpisodeWorker(RolloutWorker):
                 "response": self._texts(episode.token_ids for episode in episodes),
                 "rollout_logprobs": [episode.logprobs for episode in episodes],
                 "response_length": numbers(sampled, dtype=np.int64),
+                "response_digest": digests(episode.token_ids for episode in episodes),
                 "finish_reason": [episode.finish_reason for episode in episodes],
                 "weight_version": numbers([self._version(episode) for episode in episodes], dtype=np.int64),
                 "weight_spans": _texts_or_null([episode.spans if len(episode.spans) > 1 else None for episode in episodes]),

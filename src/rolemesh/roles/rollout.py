@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,9 @@ from rolemesh.runtime import Dispatch, WorkerContext, register
 from rolemesh.runtime.dispatch import collect_first, split_all
 from rolemesh.weights import Weights
 
+logger = logging.getLogger(__name__)
 WRITES = (
-    *("response_ids", "response", "rollout_logprobs", "response_length", "finish_reason"),
+    *("response_ids", "response", "rollout_logprobs", "response_length", "response_digest", "finish_reason"),
     *("weight_version", "weight_spans", "engine"),
 )
 ONE_REPLICA = Dispatch(name="one_replica", split=split_all, collect=collect_first)
@@ -206,9 +208,18 @@ class RolloutWorker(WeightTaker):
         return done
 
     def _step(self) -> None:
-        """One of the engine. Requests from outside join and are told of; what ends of the round goes to `_collect`."""
-        self._desk.admit(self.engine)
-        done = self._desk.take(self.engine.step())
+        """One of the engine. Requests from outside join and are told of; what ends of the round goes to `_collect`. When it raises, those
+        from outside that it has are told so and end, and rows of the round go on. When it raises without any it is its own error."""
+        try:
+            self._desk.admit(self.engine)
+            done = self.engine.step()
+        except Exception as error:
+            if not (suspects := self._desk.blame(error)):
+                raise
+            logger.warning("engine %s raised with %d requests from outside", self.engine.name, len(suspects), exc_info=error)
+            self.engine.abort(suspects)
+            done = self.engine.step() if self.engine.unfinished else []
+        done = self._desk.take(done)
         self._desk.show(self.engine)
         self._rows.difference_update(completion.id for completion in done)
         if self._rows and not self.engine.unfinished:
@@ -256,6 +267,7 @@ class RolloutWorker(WeightTaker):
                 "response": self._texts(completion.token_ids for completion in completions),
                 "rollout_logprobs": [completion.logprobs for completion in completions],
                 "response_length": np.array(lengths, dtype=np.int64),
+                "response_digest": digests(completion.token_ids for completion in completions),
                 "finish_reason": [completion.finish_reason for completion in completions],
                 "weight_version": np.array([completion.weight_version for completion in completions], dtype=np.int64),
                 "weight_spans": pa.array([_spans(completion) for completion in completions], pa.large_string()),
@@ -265,6 +277,11 @@ class RolloutWorker(WeightTaker):
 
     def _texts(self, token_ids: Iterable[list[int]]) -> list[str]:
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+
+
+def digests(answers: Iterable[Sequence[int]]) -> np.ndarray:
+    """A hash [N] of the ids of each answer, the same in every process."""
+    return np.array([hash(tuple(token_ids)) for token_ids in answers], dtype=np.int64)
 
 
 def _spans(completion: Completion) -> str | None:

@@ -3,6 +3,9 @@
 A request goes to the replica with the fewest tokens to make, or to the one that had the longest beginning of its prompt before, if that is
 not much busier. While a replica has requests one task tends it: it exchanges messages with the worker's `Desk` and has the worker go on
 between its other calls. What a lost replica had goes to others.
+
+When an engine raises, which request it was is not known: each that it had is tried once more alone, on another replica if there is one.
+One with which that raises too is to blame, and fails. Where all are answered it was the engine, and the replica counts as lost.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rolemesh.errors import DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable
+from rolemesh.errors import DeadlineExceeded, Overloaded, RequestFailed, RequestRefused, RolemeshError, Unavailable
 from rolemesh.observe import Metrics
 from rolemesh.protocols.engine import Request, Sampling
 from rolemesh.protocols.requests import FIRST_DRAW, Answer, Ask, Growing, News
@@ -43,6 +46,8 @@ class Open:
     """Of its ids where it is now."""
     replica: int | None = None
     moves: int = 0
+    raised: Raised | None = None
+    """Whence it comes if it has to be tried alone."""
     error: RolemeshError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,6 +65,14 @@ class Open:
         begun = any(answer.token_ids for answer in self.answers)
         left = sum(self.sampling.max_new_tokens - len(self.answers[number].token_ids) for number in self.unfinished)
         return left + (0 if begun else len(self.prompt))
+
+
+@dataclass(slots=True)
+class Raised:
+    """An engine has, with these requests in it. None are left when it is known why, or will not be."""
+
+    replica: int
+    suspects: set[Open] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -178,6 +191,9 @@ class Requests:
             request.replica = None
             self._unplaced.append(request)
             return
+        raised = request.raised
+        if raised is not None:
+            serving = [replica for replica in serving if replica != raised.replica] or serving
         replica = request.replica = self._choose(request, serving)
         request.draw = next(self._draws)  # a new one each time: what is left of the request elsewhere is another
         self._open[request.draw] = request
@@ -185,7 +201,7 @@ class Requests:
             Request(id=(request.draw, number), prompt_ids=request.prompt, counter=(FIRST_DRAW, number)) for number in request.unfinished
         )
         self.counts[f"serve/requests/{replica}"] += len(requests)
-        self._post_to(replica).asks.append(Ask(requests, request.sampling))
+        self._post_to(replica).asks.append(Ask(requests, request.sampling, alone=raised is not None))
 
     def _choose(self, request: Open, serving: Sequence[int]) -> int:
         given = self._loads()
@@ -207,6 +223,7 @@ class Requests:
 
     def _leave(self, request: Open) -> None:
         """It is finished, or nobody waits for it any more."""
+        self._judge(request)
         if request.replica is None:
             with suppress(ValueError):
                 self._unplaced.remove(request)
@@ -216,19 +233,49 @@ class Requests:
 
     def move_from(self, replica: int, error: RolemeshError) -> None:
         """A replica serves no more: what it has not finished begins anew elsewhere."""
+        for request in (*self._open.values(), *self._unplaced):
+            if request.raised is not None and request.raised.replica == replica:
+                request.raised.suspects.clear()  # it is lost already
         moving = [request for request in self._open.values() if request.replica == replica]
         self._posts.pop(replica, None)
         for request in moving:
-            del self._open[request.draw]
             self._post_to(replica, tend=False).cancelled |= request.ids  # for the case that it comes back as it is
             request.moves += 1
-            self.counts["serve/moved"] += len(request.unfinished)
-            for number in request.unfinished:
-                request.answers[number] = Answer()
             if request.moves > MOVES:
+                del self._open[request.draw]
                 self._fail(request, error)
             else:
-                self._place(request)
+                self._begin_anew(request)
+
+    def _begin_anew(self, request: Open) -> None:
+        del self._open[request.draw]
+        self.counts["serve/moved"] += len(request.unfinished)
+        for number in request.unfinished:
+            request.answers[number] = Answer()
+        self._place(request)
+
+    def _suspect(self, request: Open, here: Raised, what: tuple[str, str]) -> None:
+        """An engine has raised with it, among others or, the second time, alone."""
+        if request.raised is None:
+            here.suspects.add(request)
+            request.raised = here
+            self._begin_anew(request)
+            return
+        where = f"replica {request.raised.replica}, and then replica {here.replica} with this request alone"
+        self._fail(request, RequestFailed(f"the engine of {where} raised {what[0]}: {what[1]}", exception=what[0]))
+
+    def _judge(self, request: Open) -> None:
+        """It was suspected: what has become of it says whether the engine was to blame."""
+        raised = request.raised
+        if raised is None or request not in raised.suspects:
+            return
+        if request.unfinished or request.replica == raised.replica:  # it was the request, or is not known; or the engine works again
+            raised.suspects.clear()
+            return
+        raised.suspects.remove(request)
+        if not raised.suspects:
+            text = "its engine has raised, and others have answered all requests that it had then; the worker's log says what it raised"
+            self._lost(raised.replica, RolemeshError(text=text))
 
     def _fail(self, request: Open, error: RolemeshError) -> None:
         request.error = error
@@ -256,8 +303,9 @@ class Requests:
                 post.asks, post.cancelled = [], set()
                 post.written.clear()
                 news = await self._talk(replica, (self._client, asks, cancelled))
+                raised = Raised(replica)
                 for one in news:
-                    self._hear(replica, one)
+                    self._hear(raised, one)
                 if pump is not None and pump.done():
                     pump.result()
                     pump = None
@@ -274,7 +322,8 @@ class Requests:
                 pump.add_done_callback(lambda done: done.cancelled() or done.exception())  # whatever it was, it was told of by a call
                 pump.cancel()
 
-    def _hear(self, replica: int, news: News) -> None:
+    def _hear(self, here: Raised, news: News) -> None:
+        """`here` takes those with which the engine has raised."""
         draw, number = news.id
         request = self._open.get(draw)
         if request is None:
@@ -282,11 +331,14 @@ class Requests:
         if news.refused:
             self._fail(request, RequestRefused(news.refused.removeprefix(f"request {news.id}: ")))
             return
+        if news.raised is not None:
+            self._suspect(request, here, news.raised)
+            return
         answer = request.answers[number]
         answer.token_ids += news.token_ids
         answer.logprobs += news.logprobs
         answer.spans, answer.finish_reason = news.spans, news.finish_reason
-        self.counts[f"serve/tokens/{replica}"] += len(news.token_ids)
+        self.counts[f"serve/tokens/{here.replica}"] += len(news.token_ids)
         request.changed.set()
 
     # -- what is told ---------------------------------------------------------------------------------------------------------

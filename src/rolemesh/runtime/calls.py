@@ -146,6 +146,12 @@ def tell(report: Report | BaseException) -> str:
     return f"{report.state} {report.call} (pid {report.pid} on {report.node}){stack}"
 
 
+def silent(process: Process, seconds: float, did: str) -> str:
+    """Of a rank that starts and has been silent for so long. That need be no failure: a process that imports large libraries, or waits for
+    a CPU, does not always answer."""
+    return f"(pid {process.pid} on {process.node}) has not answered yet, for {seconds:.0f} s now; when last heard of it {did}"
+
+
 def named(error: RolemeshError, group: str, rank: int, method: str) -> RolemeshError:
     if not isinstance(error, WorkerError):
         return error
@@ -162,3 +168,14 @@ async def together(work: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def retried(attempt: Callable[[], Awaitable[Any]], retries: int, failure: type[RolemeshError]) -> None:
+    """A death is not tried again: the process has to be replaced first."""
+    for left in reversed(range(retries + 1)):
+        try:
+            await attempt()
+            return
+        except failure as error:
+            if isinstance(error, WorkerDied) or not left:
+                raise

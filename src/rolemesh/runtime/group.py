@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any
 
 from rolemesh.batch import BatchRef
-from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerDied, WorkerError
+from rolemesh.errors import BatchError, ConfigError, DeadlineExceeded, NotJoined, RolemeshError, WorkerError
 from rolemesh.observe import Journal, Metrics
 from rolemesh.protocols.backend import Call, Process, Reply, Report, WorkerSpec
 from rolemesh.protocols.store import StoreLink
-from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, tell, together, worker_error
+from rolemesh.runtime.calls import Called, CallRecord, answer_of, first_cause, named, retried, silent, tell, together, worker_error
 from rolemesh.runtime.dispatch import Request, Share, Topology
 from rolemesh.runtime.making import make_of
 from rolemesh.runtime.pool import Pool
@@ -85,6 +85,8 @@ class WorkerGroup:
     _methods: dict[str, Settled] = field(init=False)
     _places: list[tuple[Pool, int]] = field(init=False)
     """Pool and place of each rank."""
+    _heard: dict[int, tuple[float, str]] = field(default_factory=dict, init=False)
+    """By rank, when its control thread has last answered (backend clock), and what the process did then."""
     _found: set[int] = field(default_factory=set, init=False)
     """Ranks whose worker was found as it would be made, and loaded."""
 
@@ -145,6 +147,7 @@ class WorkerGroup:
         pool, place = self._places[rank]
         try:
             process = await pool.process(place, deadline)
+            self._heard[rank] = (pool.backend.time(), "had just started")
             context = self._context(rank, process)
             make = make_of(self.worker_class, context, self.worker_kwargs)
             found = pool.resident(place, self.name)
@@ -187,11 +190,11 @@ class WorkerGroup:
             await self.rejoin(retries)
 
     async def _load(self, rank: int, retries: int) -> None:
-        await _retried(partial(self.call, "load", ranks=(rank,), deadline=self.deadlines.load), retries, WorkerError)
+        await retried(partial(self.call, "load", ranks=(rank,), deadline=self.deadlines.load), retries, WorkerError)
 
     async def rejoin(self, retries: int = 1) -> None:
         """Form the communicator anew under a new generation, for example after a rank was replaced."""
-        await _retried(self._meet, retries, RolemeshError)
+        await retried(self._meet, retries, RolemeshError)
 
     async def _meet(self) -> None:
         self.generation = self.journal.next_generation(self.name) if self.journal is not None else self.generation + 1
@@ -356,20 +359,26 @@ class WorkerGroup:
 
     async def reports(self, ranks: Iterable[int] | None = None, *, stack: bool = False) -> list[Report | BaseException]:
         """What every rank's control thread says, in rank order, or that of these ranks; an exception where it does not answer."""
-        asked = (self._control(rank, "report", stack=stack) for rank in (range(self.world_size) if ranks is None else ranks))
+        chosen = list(range(self.world_size) if ranks is None else ranks)
+        asked = (self._control(rank, "report", stack=stack) for rank in chosen)
         found: list[Report | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
+        for rank, report in zip(chosen, found, strict=True):
+            if isinstance(report, Report):
+                self._heard[rank] = (self.pool.backend.time(), f"computed {report.call}" if report.call else "did nothing")
         return found
 
     async def unready(self) -> str:
         """For a group that is being created or initialised: which ranks have no process yet, and what the others compute; empty when
         nothing is under way."""
-        processes = [pool.latest(place) for pool, place in self._places]
-        missing = [str(rank) for rank, process in enumerate(processes) if process is None]
-        started = [rank for rank, process in enumerate(processes) if process is not None]
+        missing = [str(rank) for rank in range(self.world_size) if rank not in self._heard]
+        started = sorted(self._heard)
         reports = await self.reports(started)
         told = [f"rank {', '.join(missing)} has not started"] if missing else []
         for rank, report in zip(started, reports, strict=True):
-            if isinstance(report, BaseException) or report.call:
+            if isinstance(report, DeadlineExceeded):
+                since, did = self._heard[rank]
+                told.append(f"rank {rank} {silent(self._process(rank), self.pool.backend.time() - since, did)}")
+            elif isinstance(report, BaseException) or report.call:
                 told.append(f"rank {rank} {tell(report)}")
         return "; ".join(told)
 
@@ -379,14 +388,3 @@ class WorkerGroup:
             self._joined = False
             aborts = (self._control(rank, "abort", group=self.name) for rank in range(self.world_size))
             await asyncio.gather(*aborts, return_exceptions=True)
-
-
-async def _retried(attempt: Callable[[], Awaitable[Any]], retries: int, failure: type[RolemeshError]) -> None:
-    """A death is not tried again: the process has to be replaced first."""
-    for left in reversed(range(retries + 1)):
-        try:
-            await attempt()
-            return
-        except failure as error:
-            if isinstance(error, WorkerDied) or not left:
-                raise

@@ -125,6 +125,14 @@ def is_watched(run: str) -> bool:
         return connection.connect_ex(socket_of(run)) == 0
 
 
+def waits_until(run: str) -> float | None:
+    """Until when what a run has on this machine waits for its next driver, in seconds of the wall clock; None where nothing waits."""
+    record = janitor_process.read_record(folder_of(run))
+    if not record.get("ttl") or record["left"] is None or not is_watched(run):
+        return None
+    return float(record["left"] + record["ttl"])
+
+
 def shared_file(name: str) -> str:
     """Path of a file in this machine's shared memory for the run that this process works for; the janitor removes it with the run."""
     return f"/dev/shm/rolemesh-{janitor_process.key_of(os.environ.get(RUN, ''))}-{name}"

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 from pydantic_core import from_json
 
+from rolemesh.config.rollout_schema import COOLEST, HOTTEST
+from rolemesh.config.schema import DataConfig
 from rolemesh.protocols.engine import Sampling
 
 MOST_STOPS, STOP_CHARACTERS = 16, 1024
@@ -33,8 +35,6 @@ class Refused(Exception):
 
 
 class StreamOptions(BaseModel):
-    """How to stream."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
 
@@ -63,10 +63,6 @@ class Body(BaseModel):
     user: Any = None
     metadata: Any = None
     store: Any = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        raise NotImplementedError
 
     @property
     def usage_in_stream(self) -> bool:
@@ -161,16 +157,6 @@ def _of_parameter(error: ValidationError) -> Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the engine takes."""
-
-    prompt_tokens: int
-    answer_tokens: int
-    answers: int
-    """Under way at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
     """A request as the engine sees it: prompts, `n` answers to each."""
 
@@ -186,28 +172,33 @@ class Questions:
 
 def questions(
     body: CompletionBody | ChatBody,
-    limits: Limits,
+    data: DataConfig,
+    most: int,
     stop_token_ids: Sequence[int],
     encode: Callable[[str | list[dict[str, str]]], list[int]],
 ) -> Questions:
-    """Everything that the engine needs. Raises Refused."""
+    """Everything that the engine needs; `most` answers may be under way at a time. Raises Refused."""
     count, name = (1, "messages") if isinstance(body, ChatBody) else (len(body.prompts), "prompt")
-    if not 1 <= count * body.n <= limits.answers:
-        text = f"1 to {limits.answers} answers at a time (rollout.serve.requests), got {count} prompts, {body.n} answers each"
+    if not 1 <= count * body.n <= most:
+        text = f"1 to {most} answers at a time (rollout.serve.requests), got {count} prompts, {body.n} answers each"
         raise Refused(400, text, param=name, code="invalid_value")
+    longest = data.max_response_tokens
     if isinstance(body, ChatBody):
-        asked = body.max_completion_tokens or body.max_tokens or limits.answer_tokens
+        asked = body.max_completion_tokens or body.max_tokens or longest
         prompts = [encode([message.plain() for message in body.messages])]
     else:
-        asked = min(body.max_tokens, limits.answer_tokens) if "max_tokens" not in body.model_fields_set else body.max_tokens
+        asked = min(body.max_tokens, longest) if "max_tokens" not in body.model_fields_set else body.max_tokens
         if body.best_of not in (None, body.n):
             raise Refused(400, f"best_of must be n, got {body.best_of} and {body.n}", param="best_of", code="invalid_value")
         prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    if asked > limits.answer_tokens:
-        text = f"max_tokens must be at most {limits.answer_tokens} (data.max_response_tokens), got {asked}"
+    if asked > longest:
+        text = f"max_tokens must be at most {longest} (data.max_response_tokens), got {asked}"
         raise Refused(400, text, param="max_tokens", code="invalid_value")
+    if body.temperature != 0 and not COOLEST <= body.temperature <= HOTTEST:
+        text = f"temperature must be 0 (greedy) or within {COOLEST:g} to {HOTTEST:g}, got {body.temperature:g}"
+        raise Refused(400, text, param="temperature", code="invalid_value")
     for prompt in prompts:
-        check_length(len(prompt), limits, name)
+        check_length(len(prompt), data.max_prompt_tokens, name)
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     sampling = Sampling(
         temperature=body.temperature,
@@ -220,8 +211,8 @@ def questions(
     return Questions(prompts=prompts, sampling=sampling, param=name)
 
 
-def check_length(tokens: int, limits: Limits, param: str) -> None:
+def check_length(tokens: int, most: int, param: str) -> None:
     """Raises Refused for a prompt that is empty or too long."""
-    if not 1 <= tokens <= limits.prompt_tokens:
-        text = f"a prompt must have 1 to {limits.prompt_tokens} tokens (data.max_prompt_tokens), got {tokens}"
+    if not 1 <= tokens <= most:
+        text = f"a prompt must have 1 to {most} tokens (data.max_prompt_tokens), got {tokens}"
         raise Refused(400, text, param=param, code="context_length_exceeded" if tokens else "invalid_value")

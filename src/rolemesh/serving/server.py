@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -19,18 +19,20 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from rolemesh.config.schema import Config, ServeConfig
-from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestRefused, RolemeshError, Unavailable
+from rolemesh.errors import ConfigError, DeadlineExceeded, Overloaded, RequestFailed, RequestRefused, RolemeshError, Unavailable
 from rolemesh.models import encode_prompt
 from rolemesh.protocols.requests import Answer, Answering
 from rolemesh.serving.answers import Shape, finish
 from rolemesh.serving.connections import cannot_listen, listen, log, most_connections
-from rolemesh.serving.requests import ChatBody, CompletionBody, Limits, Questions, Refused, check_length, parse, questions
+from rolemesh.serving.requests import ChatBody, CompletionBody, Questions, Refused, check_length, parse, questions
 from rolemesh.serving.text import Reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Rows = list[tuple[Reading, Answer]]
+Take = Callable[[int, Rows], Awaitable[None]]
+"""Called with the number of a prompt and all answers to it so far."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BODY_BYTES: Final = 4 * 2**20
@@ -58,9 +60,7 @@ class Server:
 
     def __init__(self, served: Served, config: Config, serve: ServeConfig, token: str) -> None:
         self._served, self._serve, self._token = served, serve, token.encode()
-        self._limits = Limits(
-            prompt_tokens=config.data.max_prompt_tokens, answer_tokens=config.data.max_response_tokens, answers=serve.requests
-        )
+        self._data = config.data
         self._longest = max(map(len, served.tokenizer.get_vocab()))
         self._began = int(time.time())
 
@@ -106,20 +106,10 @@ class Server:
             body = Refused(error.status, text, code=str(error.reason).lower().replace(" ", "_")).body
             kept = {name: value for name, value in error.headers.items() if name == "Allow"}
             response = web.json_response(body, status=error.status, headers=kept)
-        await self._end(request, response)
+        async with _writing_to(request, self._serve.deadline):  # what is not written yet
+            await response.prepare(request)
+            await response.write_eof()
         return response
-
-    async def _end(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Write what is not written yet."""
-        try:
-            async with asyncio.timeout(self._serve.deadline):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:  # it does not read
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionResetError:
-            pass  # the client has gone
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -136,7 +126,7 @@ class Server:
         return web.json_response(self._described())
 
     def _described(self) -> dict[str, Any]:
-        limits = {"max_prompt_tokens": self._limits.prompt_tokens, "max_response_tokens": self._limits.answer_tokens}
+        limits = {"max_prompt_tokens": self._data.max_prompt_tokens, "max_response_tokens": self._data.max_response_tokens}
         return {"id": self._served.model, "object": "model", "created": self._began, "owned_by": "rolemesh", **limits}
 
     def _check_model(self, name: str | None) -> None:
@@ -153,7 +143,7 @@ class Server:
 
     async def _answer(self, request: web.Request, body: CompletionBody | ChatBody) -> web.StreamResponse:
         self._check_model(body.model)
-        asked = questions(body, self._limits, self._served.stop_token_ids, self._encode)
+        asked = questions(body, self._data, self._serve.requests, self._served.stop_token_ids, self._encode)
         tokenizer = self._served.tokenizer
         shape = Shape(
             body, asked, model=self._served.model,
@@ -163,20 +153,18 @@ class Server:
             return await self._stream(request, body, asked, shape)
         rows: list[Rows] = [[] for _ in asked.prompts]
 
-        async def one(number: int) -> None:
-            async with aclosing(self._read(asked, number, body.n, shape)) as growing:
-                async for rows[number] in growing:
-                    pass
+        async def keep(number: int, grown: Rows) -> None:
+            rows[number] = grown
 
-        await _side_by_side(one(number) for number in range(len(asked.prompts)))
+        await self._read(asked, body.n, shape, keep)
         return web.json_response(shape.whole([row for of_prompt in rows for row in of_prompt]))
 
     def _encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-        most = self._longest * self._limits.prompt_tokens
+        most = self._data.max_prompt_tokens
         param = "prompt" if isinstance(prompt, str) else "messages"
-        if (length := sum(map(len, texts))) > most:  # no token is longer; a text of megabytes would hold up the run
-            check_length(max(self._limits.prompt_tokens + 1, length // self._longest), self._limits, param)
+        if (length := sum(map(len, texts))) > self._longest * most:  # no token is longer; a text of megabytes would hold up the run
+            check_length(max(most + 1, length // self._longest), most, param)
         if not (isinstance(prompt, str) or self._served.tokenizer.chat_template):
             raise Refused(400, "the model has no chat template; use /v1/completions", param=param, code="no_chat_template")
         try:
@@ -184,8 +172,18 @@ class Server:
         except ConfigError as error:
             raise Refused(400, str(error), param=param, code="invalid_value") from error
 
-    async def _read(self, asked: Questions, number: int, count: int, shape: Shape) -> AsyncGenerator[Rows, None]:
-        """The answers to a prompt with their texts, as they grow. Raises Refused."""
+    async def _read(self, asked: Questions, count: int, shape: Shape, take: Take) -> None:
+        """Have `take` see the answers to every prompt, side by side, as they grow; the first prompt that fails ends the others. Raises
+        Refused."""
+        tasks = [asyncio.ensure_future(self._read_one(asked, number, count, shape, take)) for number in range(len(asked.prompts))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_one(self, asked: Questions, number: int, count: int, shape: Shape, take: Take) -> None:
         readings = [shape.reading() for _ in range(count)]
         read: list[Answer | None] = [None] * count
         prompt, deadline = asked.prompts[number], self._serve.deadline
@@ -197,7 +195,7 @@ class Server:
                             read[place], readings[place] = answer, shape.reading()
                         readings[place].read(answer.token_ids, finished=answer.finish_reason is not None)
                     rows = list(zip(readings, answers, strict=True))
-                    yield rows
+                    await take(number, rows)
                     if all(finish(reading, answer) for reading, answer in rows):
                         return
         except RequestRefused as error:
@@ -209,7 +207,7 @@ class Server:
     async def _stream(self, request: web.Request, body: CompletionBody | ChatBody, asked: Questions, shape: Shape) -> web.StreamResponse:
         """As server-sent events. The header goes out with the first token, so that what is refused before has its own status."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        writing, counts = asyncio.Lock(), [0] * (len(asked.prompts) * body.n)
+        writing, sent = asyncio.Lock(), [_Sent() for _ in range(len(asked.prompts) * body.n)]
 
         async def send(told: dict[str, Any]) -> None:
             async with writing:
@@ -217,32 +215,21 @@ class Server:
                     await response.prepare(request)
                 await response.write(f"data: {json.dumps(told)}\n\n".encode())
 
-        async def one(number: int) -> None:
-            sent = [_Sent() for _ in range(body.n)]
-            async with aclosing(self._read(asked, number, body.n, shape)) as growing:
-                async for rows in growing:
-                    for place, (reading, answer) in enumerate(rows):
-                        index = number * body.n + place
-                        for told in sent[place].new(shape, index, reading, answer):
-                            await send(told)
-                        counts[index] = len(sent[place].token_ids)
+        async def send_new(number: int, grown: Rows) -> None:
+            for index, (reading, answer) in enumerate(grown, number * body.n):
+                for told in sent[index].new(shape, index, reading, answer):
+                    await send(told)
 
-        try:
-            async with asyncio.timeout(self._serve.deadline + END_SECONDS):
-                try:
-                    await _side_by_side(one(number) for number in range(len(asked.prompts)))
-                    if body.usage_in_stream:
-                        await send(shape.last(sum(counts)))
-                    await response.write(b"data: [DONE]\n\n")
-                except Refused as refused:
-                    if not response.prepared:
-                        raise
-                    await send(refused.body)
-        except TimeoutError:  # it does not read: nothing more can be told
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionResetError:
-            pass  # the client has gone
+        async with _writing_to(request, self._serve.deadline + END_SECONDS):
+            try:
+                await self._read(asked, body.n, shape, send_new)
+                if body.usage_in_stream:
+                    await send(shape.last(sum(len(one.token_ids) for one in sent)))
+                await response.write(b"data: [DONE]\n\n")
+            except Refused as refused:
+                if not response.prepared:
+                    raise
+                await send(refused.body)
         return response
 
 
@@ -268,6 +255,19 @@ class _Sent:
         return [*opening, chunk]
 
 
+@asynccontextmanager
+async def _writing_to(request: web.Request, seconds: float) -> AsyncIterator[None]:
+    """For what a client is sent: the connection of one that does not read in time is cut, as nothing more can be told."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionResetError:
+        pass  # the client has gone
+
+
 async def _body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -280,28 +280,19 @@ async def _body(request: web.Request) -> bytes:
         raise Refused(408, f"the body did not come within {BODY_SECONDS:g} s", code="timeout") from error
 
 
-async def _side_by_side(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all; the first that fails ends the others and is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _refused(error: RolemeshError) -> Refused:
     """What an error of ours is to a client."""
     if isinstance(error, Overloaded):
         refused = Refused(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded")
         refused.headers["Retry-After"] = str(error.retry_after)
         return refused
+    if isinstance(error, RequestFailed):
+        text = f"the engine raised {error.exception} with this request, also when it had no other; the run's log says more"
+        return Refused(500, text, kind="server_error", code="internal_error")
     if isinstance(error, Unavailable | DeadlineExceeded):
         return Refused(503, str(error), kind="server_error", code="unavailable")
     return Refused(500, f"{type(error).__name__} in the run; its log says more", kind="server_error", code="internal_error")
 
 
 def new_token() -> str:
-    """A token that cannot be guessed."""
     return f"rm-{secrets.token_urlsafe(32)}"

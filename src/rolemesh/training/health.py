@@ -27,6 +27,8 @@ ADVICE: Final = {
 """What to do about answers without a reward, by their status."""
 FLAT_GROUPS: Final = 0.5
 """Share of groups without any spread in their rewards above which most of a step's work teaches nothing."""
+SHORT: Final = 8
+"""Tokens. Answers up to here may well be the same by chance, once a policy is sure of them."""
 RATIO: Final = 1e-4
 """Largest |ratio - 1| before the first weight change in float32, where trainer and engine compute the same probabilities: what the run
 directory promises."""
@@ -100,6 +102,14 @@ def _signs(run: TrainingRun, row: dict[str, MetricValue]) -> Iterator[tuple[str,
             "flat",
             f"{flat:.0%} of the groups have equal rewards throughout and teach nothing; a larger algorithm.group_size "
             f"(now {run.config.algorithm.group_size}) or prompts of other difficulty would help",
+        )
+    identical, temperature = float(row.get("samples/identical_groups", 0)), run.config.rollout.temperature
+    if identical == run.config.trainer.prompts_per_step and temperature > 0 and "identical" not in run.warned:  # once a run
+        yield (
+            "identical",
+            f"the {run.config.algorithm.group_size} answers to each of the {identical:g} prompts are the same token for token, at "
+            f"temperature {temperature:g}: the engine's sampler or its seeds may be at fault, or settings that leave one "
+            "token to choose (rollout.top_k, rollout.top_p), or the policy has collapsed. Compare the answers in the run's samples",
         )
     mean, largest = (float(row.get(f"policy/ratio_first_minibatch_{what}_deviation", 0.0)) for what in ("mean", "max"))
     if largest > RATIO and run.config.model.dtype == "float32":

@@ -49,7 +49,7 @@ def run_training(config: Config, display: Display, *, resume: RunDirectory | Non
     standing = resume is not None and _stands(resume, config)
     checked = None if standing else check(config, inventory, warm_start=resume is None)
     with run_directory(config, resume) as directory:
-        tell = partial(tell_wait, directory, config, display)
+        tell = partial(tell_wait, directory, display)
         if checked is None:
             summary = _take_over_and_train(config, directory, display, loop, tell)
         else:
@@ -164,8 +164,9 @@ async def open_run(
     roles: Sequence[str] | None = None,
     taken: TakenOver | None = None,
 ) -> AsyncIterator[TrainingRun]:
-    """A `TrainingRun` ready for its loop, standing at the checkpoint if there is one. Frees everything on exit, what was `taken` over
-    too, and leaves word in the directory of how the run ended."""
+    """A `TrainingRun` ready for its loop, standing at the checkpoint if there is one; with `roles` for a task that needs these alone.
+
+    Frees everything on exit, what was `taken` over too, and leaves word in the directory of how the run ended."""
     config = prepared.config
     dropped = directory.truncate_metrics(checkpoint.progress.step) if checkpoint is not None else 0
     with ExitStack() as stack:
@@ -183,12 +184,13 @@ async def open_run(
             config=config, directory=directory, session=session, recorder=recorder, algorithm=create_algorithm(config),
             prompts=prepared.prompts, sft_prompts=prepared.sft_prompts, eval_set=prepared.eval_set,
             progress=checkpoint.progress if checkpoint is not None else Progress(), cursor=prepared.prompts.state(),
+            trains=roles is None,
         )  # fmt: skip
         stack.enter_context(_ending(run))
         if checkpoint is None:
             _write_plan(prepared, directory)
         write_json(directory.cluster, {"backend": backend.name, "address": backend.address})
-        directory.write_status(watch.status(directory, config, run.progress, "starting", "starting", taken.workers if taken else []))
+        directory.write_status(watch.status_of(run, "starting", taken.workers if taken else []))
         _warn(run, prepared, journal)
         async with session:
             if checkpoint is not None:
@@ -229,7 +231,7 @@ def _ending(run: TrainingRun) -> Iterator[None]:
     finally:
         with _writing(run.directory, cause):
             run.recorder.events.write("end", "run", outcome)
-            run.directory.write_status(watch.status(run.directory, run.config, run.progress, outcome, run.recorder.phase, []))
+            run.directory.write_status(watch.status_of(run, outcome, []))
 
 
 @contextmanager
@@ -351,7 +353,7 @@ def run_directory(config: Config, resume: RunDirectory | None = None) -> Iterato
         raise
 
 
-def tell_wait(directory: RunDirectory, config: Config, display: Display, wait: Wait) -> None:
+def tell_wait(directory: RunDirectory, display: Display, wait: Wait) -> None:
     """To the screen and, for `rolemesh status`, to the directory of a run that waits for room."""
     display.phase("waiting", str(wait))
-    directory.write_status(watch.status(directory, config, Progress(), "waiting", f"waiting {wait}", []))
+    directory.write_status(watch.status(directory, "waiting", f"waiting {wait}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -85,13 +85,14 @@ async def advantages(run: TrainingRun, scored: BatchRef) -> StepBatch:
     if CRITIC in groups:
         async with run.session.holding("advantages", CRITIC):
             scored = scored.join(await groups[CRITIC].estimate(scored, kl_coefficient=run.kl_coefficient))
-    by_source = ("source",) if run.prompts.told_apart else ()
-    reads = dict.fromkeys(("reward", *by_source, *run.algorithm.reads, *(("kl",) if REF in groups else ())))
+    others = [*(("source",) if run.prompts.told_apart else ()), *(name for name in ("response_digest",) if name in scored.names)]
+    reads = dict.fromkeys(("reward", *others, *run.algorithm.reads, *(("kl",) if REF in groups else ())))
     numbers = await run.session.read(scored, tuple(reads))
     with run.recorder.span("advantages"):
         prepared = run.algorithm.prepare(numbers, run.recorder.metrics)
         terms = run.algorithm.terms(prepared, run.recorder.metrics, kl_coefficient=run.kl_coefficient)
         _record_rewards(prepared, run.recorder.metrics)
+        _record_identical(prepared, run.recorder.metrics)
         batch = scored.join(run.session.store(prepared.select(run.algorithm.writes)))
         return StepBatch(batch=batch, numbers=prepared, terms=terms)
 
@@ -109,6 +110,17 @@ def _record_rewards(batch: Batch, metrics: Metrics) -> None:
     metrics.mean("response_length/mean", lengths.mean())
     for source, reward in zip(batch.scalars("source"), rewards, strict=True) if "source" in batch.names else ():
         metrics.mean(f"reward/mean/{metric_part(source)}", reward, weight=np.isfinite(reward))
+
+
+def _record_identical(batch: Batch, metrics: Metrics) -> None:
+    """How many prompts have two answers or more that are all the same, and not short. Nothing where a rollout does not tell digests."""
+    if "response_digest" not in batch.names:
+        return
+    groups = defaultdict[int, list[tuple[int, int]]](list)
+    for draw, digest, length in zip(batch.ids[:, 0], batch.scalars("response_digest"), batch.scalars("response_length"), strict=True):
+        groups[draw].append((digest, length))
+    identical = (rows for rows in groups.values() if len(rows) > 1 and len(set(rows)) == 1 and rows[0][1] > health.SHORT)
+    metrics.sum("samples/identical_groups", len(list(identical)))
 
 
 async def update(run: TrainingRun, step: StepBatch) -> None:

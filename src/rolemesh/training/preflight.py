@@ -21,6 +21,7 @@ from rolemesh.errors import ConfigError, Problem, ResourceError
 from rolemesh.names import CRITIC, REWARD
 from rolemesh.observe.sinks import BUILTIN_SINKS, check_sinks
 from rolemesh.plan import RUN_HELPERS, Inventory, Plan, VersionReport, build_plan, check_versions, impossible, with_versions
+from rolemesh.plan.needs import with_unplaced
 from rolemesh.rewards import REWARDS, check_rewards
 from rolemesh.roles import worker_class
 from rolemesh.training.environment import check_environment
@@ -123,15 +124,11 @@ def check(config: Config, inventory: Inventory | None, *, warm_start: bool = Tru
     for role in config.roles:
         _collect(problems, partial(worker_class, role, config))
     _collect(problems, lambda: check_environment(config))
-    places = not any(problem.subject.startswith(("roles", "pools", "model")) for problem in problems)
-    unplaced: tuple[Problem, ...] = ()
-    if places:
-        unplaced = impossible(site.config) if inventory is None else site.plan_for(inventory).problems
+    found = with_unplaced(problems, lambda: impossible(site.config) if inventory is None else site.plan_for(inventory).problems)
     if problems:
-        known = {problem.subject for problem in problems}
-        raise ConfigError(problems=[*problems, *(problem for problem in unplaced if problem.subject not in known)])
-    if unplaced:
-        raise ResourceError(problems=unplaced)
+        raise ConfigError(problems=found)
+    if found:
+        raise ResourceError(problems=found)
     assert tokenizer is not None
     assert opened is not None
     return Checked(config=config, site=site, tokenizer=tokenizer, prompts=opened[0], eval_set=opened[1], sft_prompts=sft_prompts)

@@ -59,6 +59,8 @@ class TrainingRun:
     sft_prompts: PromptMixture | None
     eval_set: EvalSet
     progress: Progress = field(default_factory=Progress)
+    trains: bool = True
+    """It goes through steps: neither fine-tunes only nor serves only."""
     wished: Config | None = None
     """What the config becomes with the next step; see `settings.py`."""
     interrupted: bool = False

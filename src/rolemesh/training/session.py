@@ -150,9 +150,9 @@ class Session:
         task = asyncio.ensure_future(together(work))
         try:
             while not (await asyncio.wait({task}, timeout=SLOW_SECONDS))[0]:
-                seconds = self.backend.time() - began
                 for role, group in self.groups.items():
                     if doing := await group.unready():
+                        seconds = self.backend.time() - began
                         self._announce(stage, role, f"{doing} after {seconds:.0f} s of at most {deadline:.0f} s")
             return task.result()
         finally:

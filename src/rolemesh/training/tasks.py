@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -53,6 +52,8 @@ def run_evaluation(
     """How well the config's model answers the held-out prompts: greedily, or by several samples a prompt. `tell` hears of a wait for
     room on a cluster."""
     roles = ["rollout", "reward"]
+    if sampling is not None:
+        config = _at(config, sampling.temperature)
     checked = check(config, own_inventory(config), roles=roles)
 
     async def work(session: Session) -> dict[str, float]:
@@ -72,6 +73,7 @@ def run_serving(config: Config, display: Display) -> None:
         rollout = run.session.groups[ROLLOUT]
         assert isinstance(rollout, RolloutManager)
         await rollout.serve_folder(0)
+        run.recorder.begin_stage("serving", 1)
         while True:
             await run.session.backend.sleep(BRING_BACK_SECONDS)
             await rollout.bring_back()
@@ -83,10 +85,9 @@ def run_serving(config: Config, display: Display) -> None:
 def run_generation(config: Config, prompts: Sequence[str], temperature: float) -> list[str]:
     """Answers to prompts, in their order, with the environment's part where there is one. Prompts go through the recipe's template.
 
-    Raises ConfigError with all prompts that cannot be used, and for a temperature that is no number of at least 0.
+    Raises ConfigError with all prompts that cannot be used, and for a temperature that no engine, or not this one, samples at.
     """
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError.one("temperature", "must be a number of at least 0", str(temperature), "0 is greedy, 1 samples as in training")
+    config = _at(config, temperature)
     checked = check(config, own_inventory(config), roles=[ROLLOUT])
     ids = _encoded(checked, prompts)
 
@@ -100,6 +101,11 @@ def run_generation(config: Config, prompts: Sequence[str], temperature: float) -
     return _in_session(checked, [ROLLOUT], nobody, work)
 
 
+def _at(config: Config, temperature: float) -> Config:
+    """The config with the temperature that is asked for, so that it is checked as any other."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
+
+
 def _in_directory(checked: Checked, name: str, display: Display, roles: Sequence[str], work: Callable[[TrainingRun], Awaitable[T]]) -> T:
     """Work with a run of these roles that has a directory, whose name begins so."""
     config = checked.config
@@ -109,7 +115,7 @@ def _in_directory(checked: Checked, name: str, display: Display, roles: Sequence
             async with open_run(prepared, directory, backend, display, roles=roles) as run:
                 return await work(run)
 
-        return launch(checked, directory.name, partial(tell_wait, directory, config, display), main)
+        return launch(checked, directory.name, partial(tell_wait, directory, display), main)
 
 
 def _in_session(checked: Checked, roles: Sequence[str], tell: Callable[[Wait], None], work: Callable[[Session], Awaitable[T]]) -> T:

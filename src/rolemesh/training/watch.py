@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-from rolemesh.config.schema import Config
 from rolemesh.observe import RunDirectory
 from rolemesh.runtime import WorkerGroup, beside
 from rolemesh.training import serving
-from rolemesh.training.run import Progress, TrainingRun
+from rolemesh.training.run import TrainingRun
 
 STATUS_SECONDS: Final = 1.0
 SLOW_SECONDS: Final = 60.0
@@ -29,8 +28,9 @@ async def _watch(run: TrainingRun) -> None:
     slow = SlowCalls()
     while True:
         workers = await run.session.status()
-        found = status(run.directory, run.config, run.progress, "running", run.recorder.phase, workers)
-        run.directory.write_status(found | {"pools": run.session.devices(), "memory": memory(run.recorder.row)} | serving.told(run))
+        run.directory.write_status(
+            status_of(run, "running", workers) | {"pools": run.session.devices(), "memory": memory(run.recorder.row)} | serving.told(run)
+        )
         _leave_in_time(run, workers)
         for group in slow.due(workers, time.time()):
             run.recorder.note(await describe(run.session.groups[group], run.config.deadlines.call))
@@ -91,17 +91,12 @@ def _innermost(stack: str) -> list[str]:
     return [f"{file}:{line} {name}" for file, line, name in reversed(found[-3:])]
 
 
-def status(
-    directory: RunDirectory, config: Config, progress: Progress, state: str, phase: str, workers: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """What `status.json` holds."""
-    return {
-        "run": directory.name,
-        "state": state,
-        "pid": os.getpid(),
-        "time": time.time(),
-        "step": progress.step,
-        "steps": config.trainer.steps,
-        "phase": phase,
-        "workers": workers,
-    }
+def status_of(run: TrainingRun, state: str, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `status.json` holds of a run that has begun. Only one that trains has steps."""
+    steps = {"step": run.progress.step, "steps": run.config.trainer.steps} if run.trains else {}
+    return status(run.directory, state, run.recorder.phase, workers) | steps
+
+
+def status(directory: RunDirectory, state: str, phase: str, workers: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What it holds of any."""
+    return {"run": directory.name, "state": state, "pid": os.getpid(), "time": time.time(), "phase": phase, "workers": list(workers)}

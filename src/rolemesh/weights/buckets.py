@@ -1,21 +1,24 @@
 """Weights of one version as a stream of buckets, and a manifest that says what lies where.
 
 The actor packs bucket by bucket; the bytes travel by whatever route; who takes them over unpacks views of them without a copy. A reader
-refuses a bucket that is cut, half-written, changed, out of turn, or of another version than its manifest.
+refuses a bucket that is cut, half-written, changed, out of turn, or of another version than its manifest. A number of a version may be used
+again, by a publisher that was started anew or by another one: the manifest and each header also have a random number, the nonce, which is
+another for other contents.
 
-Layout of a bucket: a header of one alignment unit (magic, version, number, size, checksum), then each tensor at a multiple of `ALIGNMENT`
-bytes, zeros between. The header is wiped before the first byte is written and completed after the last. The checksum is of one 64-bit word
-in every 4 KiB, which costs next to nothing and shows memory that was not written, or of all of them.
+Layout of a bucket: a header of one alignment unit (magic, version, number, size, checksum, nonce), then each tensor at a multiple of
+`ALIGNMENT` bytes, zeros between. The header is wiped before the first byte is written and completed after the last. The checksum is of one
+64-bit word in every 4 KiB, which costs next to nothing and shows memory that was not written, or of all of them.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import struct
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
@@ -36,8 +39,8 @@ or the latter alone, for who merges them itself (`models/lora.py`)."""
 ALIGNMENT: Final = 64
 """Bytes; a cache line, and enough for any dtype and vector load."""
 
-_HEADER: Final = struct.Struct("<8sqqqq")
-_MAGIC: Final = b"RMWGHT03"
+_HEADER: Final = struct.Struct("<8sqqqqq")
+_MAGIC: Final = b"RMWGHT04"
 _GIVEN_UP: Final = b"RMGIVNUP"
 _PIECE: Final = 2**17
 """Numbers that are copied and summed at a time: their target fits into a processor's own cache."""
@@ -59,6 +62,11 @@ class Bucket:
     """Size of the bucket, header and all."""
 
 
+def new_nonce() -> int:
+    """For a publication with contents of its own."""
+    return secrets.randbits(63)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """All buckets of a version, in the order in which they come. Small and picklable."""
@@ -72,6 +80,8 @@ class WeightManifest:
     """Folder of files, one for each of them (see `disk.py`), if they are written there."""
     full: bool = False
     """Whether checksums are of every word."""
+    nonce: int = field(default_factory=new_nonce)
+    """Equal for publications with equal contents alone."""
 
     @property
     def largest(self) -> int:
@@ -138,7 +148,7 @@ def pack(manifest: WeightManifest, number: int, weights: Weights, memory: Buffer
         else:
             copy_into(view, tensor.detach())
     checksum = int(sums) if manifest.full else _checksum(flat, full=False)
-    _write_header(buffer, _MAGIC, manifest.version, number, bucket.nbytes, checksum)
+    _write_header(buffer, _MAGIC, manifest.version, number, bucket.nbytes, checksum, manifest.nonce)
     return buffer
 
 
@@ -169,18 +179,20 @@ def unpack(manifest: WeightManifest, number: int, buffer: Buffer) -> Weights:
 
 
 def check_header(manifest: WeightManifest, number: int, buffer: Buffer) -> int:
-    """The checksum that bucket `number` was written with. Raises ValueError for a bucket that is cut, half-written or another one,
-    StaleWeights for one of another version, and ConnectionAbortedError when the publication was given up."""
+    """The checksum that bucket `number` was written with. Raises ValueError for a bucket that is cut, half-written, another one or of
+    another publication, StaleWeights for one of another version, and ConnectionAbortedError when the publication was given up."""
     bucket, what = manifest.buckets[number], _what(manifest, number)
     if buffer.nbytes != bucket.nbytes:
         raise ValueError(f"{what} must have {bucket.nbytes} bytes, found {buffer.nbytes}; publish again")
-    magic, version, found, nbytes, checksum = _HEADER.unpack_from(buffer.data, 0)
+    magic, version, found, nbytes, checksum, nonce = _HEADER.unpack_from(buffer.data, 0)
     if magic == _GIVEN_UP:
         raise ConnectionAbortedError(f"weight version {version} was given up before {what}; publish again")
     if magic != _MAGIC:
         raise ValueError(f"{what} has no valid header: it is half-written, or holds no weights; publish again")
     if version != manifest.version:
         raise StaleWeights(where=what, holds=version, asked=manifest.version)
+    if nonce != manifest.nonce:
+        raise ValueError(f"{what} is of another publication than its manifest: two have used this number of a version; publish again")
     if found != number:
         raise ValueError(f"{what} must come next, found bucket {found + 1}: one is missing or came twice; publish again")
     if nbytes != bucket.nbytes:
@@ -189,9 +201,9 @@ def check_header(manifest: WeightManifest, number: int, buffer: Buffer) -> int:
 
 
 def is_written(manifest: WeightManifest, number: int, buffer: Buffer) -> bool:
-    """Whether the header of bucket `number` says that it is whole, and of this version."""
-    head = (_MAGIC, manifest.version, number, manifest.buckets[number].nbytes)
-    return _HEADER.unpack_from(buffer.data, 0)[: len(head)] == head
+    """Whether the header of bucket `number` says that it is whole, and of this version with these contents."""
+    *head, _, nonce = _HEADER.unpack_from(buffer.data, 0)
+    return [*head, nonce] == [_MAGIC, manifest.version, number, manifest.buckets[number].nbytes, manifest.nonce]
 
 
 def wipe(buffer: Buffer) -> None:
@@ -201,7 +213,7 @@ def wipe(buffer: Buffer) -> None:
 
 def give_up(manifest: WeightManifest, buffer: Buffer) -> None:
     """Tell who waits for a bucket that it will not come."""
-    _write_header(buffer, _GIVEN_UP, manifest.version, 0, 0, 0)
+    _write_header(buffer, _GIVEN_UP, manifest.version, 0, 0, 0, manifest.nonce)
 
 
 def is_empty(buffer: Buffer) -> bool:

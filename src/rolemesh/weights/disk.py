@@ -37,8 +37,8 @@ from rolemesh.weights.buckets import ALIGNMENT, Bucket, Buffer, WeightManifest, 
 VISIBLE_SECONDS: Final = 10.0
 """How long a file that was written may take to appear on another machine, whose client may remember its folder without it."""
 _INDEX: Final = "model.safetensors.index.json"
-_HEADER, _PUBLICATION = "rolemesh.bucket", "rolemesh.publication"
-"""Keys in a file's metadata: the bucket's header in hexadecimal digits, and the name of the version's folder."""
+_HEADER = "rolemesh.bucket"
+"""Key in a file's metadata: the bucket's header in hexadecimal digits."""
 _ORDER: Final = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
 
 
@@ -70,8 +70,8 @@ class WrittenVersion:
         """A bucket that was packed; after the last one the version is whole, and the one before it goes. Raises RolemeshError; nothing of
         the version stays then."""
         bucket, count = self._manifest.buckets[number], len(self._manifest.buckets)
-        head = _head(bucket, self.folder.name, bytes(buffer[:ALIGNMENT]))
-        parts: list[bytes | memoryview] = [head, *(buffer[begin:end].data for begin, end in _pieces(bucket))]
+        head = _head(bucket, bytes(buffer[:ALIGNMENT]))
+        parts: list[bytes | memoryview] = [head, *(buffer[begin:end].data for _, begin, end in _pieces(bucket))]
         what = f"write bucket {number + 1} of {count} of weight version {self._manifest.version}, {sum(map(len, parts))} bytes,"
         try:
             with _told(what, self.folder):
@@ -86,7 +86,7 @@ class WrittenVersion:
 
     def _index(self) -> bytes:
         manifest = self._manifest
-        total = sum(end - begin for bucket in manifest.buckets for begin, end in _pieces(bucket))
+        total = sum(end - begin for bucket in manifest.buckets for _, begin, end in _pieces(bucket))
         where = {name: file_name(manifest, number) for number, bucket in enumerate(manifest.buckets) for name in bucket.names}
         about = {"total_size": total, "version": manifest.version, "content": manifest.content}
         return json.dumps({"metadata": about, "weight_map": where}, indent=2).encode()
@@ -108,18 +108,18 @@ class FileReader:
         """Bucket `number` as it was packed, in memory that the next one takes over. Raises RolemeshError where its file does not appear or
         cannot be read, ValueError for one that is cut or of another publication, and what `check_header` raises."""
         bucket, path = self._manifest.buckets[number], self._folder / file_name(self._manifest, number)
-        buffer, head = self._memory[: bucket.nbytes], _head(bucket, self._folder.name, bytes(ALIGNMENT))
+        buffer, head = self._memory[: bucket.nbytes], _head(bucket, bytes(ALIGNMENT))
         pieces = list(_pieces(bucket))
-        size = len(head) + sum(end - begin for begin, end in pieces)
+        size = len(head) + sum(end - begin for _, begin, end in pieces)
         with _told(f"read {path.name} for {self._waiter}", self._folder), self._open(path) as file:
             if (found := os.fstat(file.fileno()).st_size) != size:
                 raise ValueError(f"{path} must have {size} bytes, found {found}: it is half-written, or another file; publish again")
             text = file.read(len(head))
             buffer[:ALIGNMENT] = np.frombuffer(_header_of(text, path), dtype=np.uint8)
             check_header(self._manifest, number, buffer)
-            if text != _head(bucket, self._folder.name, bytes(buffer[:ALIGNMENT])):
-                raise ValueError(f"{path} is of another publication than {self._folder.name}; publish again")
-            for begin, end in pieces:
+            if text != _head(bucket, bytes(buffer[:ALIGNMENT])):
+                raise ValueError(f"{path} does not have the tensors of its manifest: it was changed; publish again")
+            for _, begin, end in pieces:
                 if (count := file.readinto(buffer[begin:end].data)) != end - begin:
                     raise ValueError(f"{path} has lost {end - begin - count} bytes while it was read; publish again")
                 buffer[end : -(-end // ALIGNMENT) * ALIGNMENT] = 0
@@ -170,11 +170,9 @@ def _told(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        try:
-            room = os.statvfs(folder)
-            free = f"; free there are {room.f_bavail * room.f_frsize} bytes"
-        except OSError:
-            free = ""
+        free = ""
+        with suppress(OSError):
+            free = f"; free there are {shutil.disk_usage(folder).free} bytes"
         text = f"could not {what} in {folder}: {type(error).__name__}: {error}{free}"
         raise RolemeshError(text=f"{text}. See to trainer.publish_folder, which all nodes must be able to use") from error
 
@@ -201,28 +199,20 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     hidden.rename(path)
 
 
-def _pieces(bucket: Bucket) -> Iterator[tuple[int, int]]:
-    """(begin, end) in the bucket of each tensor, in their order in the file: the widest first, as safetensors files have them."""
-    for number in _file_order(bucket):
+def _pieces(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """(number, begin, end) in the bucket of each tensor, in their order in the file: the widest first, as safetensors files have them."""
+    for number in sorted(range(len(bucket.names)), key=lambda number: _ORDER.index(bucket.dtypes[number])):
+        dtype: torch.dtype = getattr(torch, bucket.dtypes[number])
         begin = bucket.offsets[number]
-        yield begin, begin + _nbytes(bucket, number)
+        yield number, begin, begin + math.prod(bucket.shapes[number]) * dtype.itemsize
 
 
-def _file_order(bucket: Bucket) -> list[int]:
-    return sorted(range(len(bucket.names)), key=lambda number: _ORDER.index(bucket.dtypes[number]))
-
-
-def _nbytes(bucket: Bucket, number: int) -> int:
-    dtype: torch.dtype = getattr(torch, bucket.dtypes[number])
-    return math.prod(bucket.shapes[number]) * dtype.itemsize
-
-
-def _head(bucket: Bucket, publication: str, header: bytes) -> bytes:
+def _head(bucket: Bucket, header: bytes) -> bytes:
     """What a safetensors file begins with: where each tensor lies behind it."""
-    head: dict[str, Any] = {"__metadata__": {"format": "pt", _PUBLICATION: publication, _HEADER: header.hex()}}
+    head: dict[str, Any] = {"__metadata__": {"format": "pt", _HEADER: header.hex()}}
     end = 0
-    for number in _file_order(bucket):
-        begin, end = end, end + _nbytes(bucket, number)
+    for number, first, last in _pieces(bucket):
+        begin, end = end, end + last - first
         form = FORMATS[getattr(torch, bucket.dtypes[number])]
         head[bucket.names[number]] = {"dtype": form, "shape": list(bucket.shapes[number]), "data_offsets": [begin, end]}
     text = json.dumps(head, separators=(",", ":")).encode()
@@ -242,10 +232,9 @@ def _header_of(text: bytes, path: Path) -> bytes:
 
 
 def _check_room(folder: Path, manifest: WeightManifest) -> None:
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if found.f_blocks and free < manifest.nbytes:  # some file systems do not say
+    room = shutil.disk_usage(folder)
+    if room.total and room.free < manifest.nbytes:  # some file systems do not say
         raise RolemeshError(
-            text=f"publishing weight version {manifest.version} needs {manifest.nbytes} bytes in {folder}, free are {free}. Make room "
+            text=f"publishing weight version {manifest.version} needs {manifest.nbytes} bytes in {folder}, free are {room.free}. Make room "
             "there for two versions at a time, or set trainer.publish_folder to a folder that has it"
         )

@@ -10,9 +10,12 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 from rolemesh.errors import DeadlineExceeded
 from rolemesh.weights.buckets import Buffer, WeightManifest, Weights, unpack
+
+T = TypeVar("T")
 
 
 class Intake:
@@ -48,17 +51,16 @@ class Intake:
         """Give up, unless everything is there: the engine is told, and stays without weights."""
         if not self._result.done():
             self._given.put(ConnectionAbortedError(f"weight version {self.version} was given up half-way; publish again"))
-            self._wait_turn("its engine to give up")
+            self._next(self._turn, f"its engine to give up weight version {self.version}")
 
     def _wait(self, what: str) -> int | None:
-        self._wait_turn(what)
+        self._next(self._turn, f"{what} weight version {self.version}")
         return self._result.result(timeout=0) if self._result.done() else None
 
-    def _wait_turn(self, what: str) -> None:
+    def _next(self, entries: queue.SimpleQueue[T], subject: str) -> T:
         try:
-            self._turn.get(timeout=self._deadline)
+            return entries.get(timeout=self._deadline)
         except queue.Empty:
-            subject = f"{what} weight version {self.version}"
             raise DeadlineExceeded(waiter=self._waiter, subject=subject, seconds=self._deadline) from None
 
     def _run(self, load: Callable[[Weights], int]) -> None:
@@ -71,11 +73,8 @@ class Intake:
     def _stream(self) -> Weights:
         for number in range(len(self._manifest.buckets)):
             self._turn.put(None)
-            try:
-                given = self._given.get(timeout=self._deadline)
-            except queue.Empty:
-                subject = f"bucket {number + 1} of {len(self._manifest.buckets)} of weight version {self.version} from the actor"
-                raise DeadlineExceeded(waiter=self._waiter, subject=subject, seconds=self._deadline) from None
+            what = f"bucket {number + 1} of {len(self._manifest.buckets)}"
+            given = self._next(self._given, f"{what} of weight version {self.version} from the actor")
             if isinstance(given, Exception):
                 raise given
             if given[0] != number:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rolemesh.weights.buckets import Buffer, Content, WeightManifest, Weights, give_up, pack, plan_buckets, wipe
+from rolemesh.weights.buckets import Buffer, Content, WeightManifest, Weights, give_up, new_nonce, pack, plan_buckets, wipe
 from rolemesh.weights.disk import WrittenVersion, new_name
 from rolemesh.weights.shared import SharedFile
 
@@ -49,15 +49,20 @@ class Outlet:
         folder: str = "",
         dtype: torch.dtype | None = None,
         content: Content = "merged",
+        nonce: int | None = None,
     ) -> WeightManifest:
         """Start with a version, in shared memory, in files in a `folder`, or in turn: from here on nothing else is there to be read.
         `forms` are names, shapes and formats of the `weights`, in their order; those in a floating-point format are published in `dtype`,
-        if given. Raises RolemeshError where there is no room for it."""
+        if given. Without a `nonce` it is another publication than all before; with that of one whose contents are the same, who has read
+        those has this one too. Raises RolemeshError where there is no room for it."""
         self._weights = weights
         cast = ((name, form.to(dtype) if dtype is not None and form.is_floating_point() else form) for name, form in forms)
         buckets, path = plan_buckets(cast, self._bucket_bytes), self._path if shared else ""
         where = str(Path(folder) / new_name(version)) if folder else ""
-        manifest = WeightManifest(version=version, buckets=buckets, content=content, shared=path, folder=where, full=self._full)
+        manifest = WeightManifest(
+            version=version, buckets=buckets, content=content, shared=path, folder=where, full=self._full,
+            nonce=new_nonce() if nonce is None else nonce,
+        )  # fmt: skip
         self._manifest, self._files = None, None
         if self._leads:
             self._files = WrittenVersion(manifest, keep=[self._whole]) if folder else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import shutil
 import time
 from contextlib import suppress
 from itertools import accumulate
@@ -152,8 +153,7 @@ class SharedWeights(LastingWeights):
 
 def _reserve(descriptor: int, size: int, path: str) -> None:
     """Without this, the first write beyond the last free page would kill the process."""
-    found = os.statvfs(path)
-    free, cause = found.f_bavail * found.f_frsize, None
+    free, cause = shutil.disk_usage(path).free, None
     if free >= size:
         try:
             os.posix_fallocate(descriptor, 0, size)

@@ -64,6 +64,7 @@ CONFIGS = {
         **{**_COMMON, "hidden_size": 120, "intermediate_size": 83, "num_attention_heads": 5, "num_key_value_heads": 1}
     ),
     "qwen2": lambda: Qwen2Config(**_COMMON),
+    "qwen2_packed": lambda: Qwen2Config(**{**_COMMON, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}),
     "qwen3_tied": lambda: Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
@@ -91,6 +92,7 @@ FAST = (
     "llama_wide_heads",
     "llama_odd",
     "qwen2",
+    "qwen2_packed",  # large enough for the layout of oneDNN, with biases and without
     "qwen3_tied",
     "llama_yarn",
     "llama_one_kv_head",

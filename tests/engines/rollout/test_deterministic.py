@@ -36,7 +36,7 @@ def split(requests, engines):
     return [requests[index::engines] for index in range(engines)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_odd", "qwen2", "qwen3_tied", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "llama_odd", "qwen2", "qwen2_packed", "qwen3_tied", "gpt2"])
 def test_answers_are_bit_equal_for_any_order_and_any_split(kind):
     requests = make_requests(10, samples=4) if kind != "gpt2" else make_requests(10, samples=2, longest=2)  # few lengths, few batches
     expected = answers(kind, [requests], 12)
@@ -78,15 +78,15 @@ def test_answers_are_bit_equal_in_bfloat16(kind):
         assert answers(kind, split(shuffled, engines), slots, torch.bfloat16) == expected
 
 
-@pytest.mark.parametrize("slots", [1, 3, 16, 20, 40])
-def test_answers_are_bit_equal_for_any_number_of_slots(slots):
+@pytest.mark.parametrize(("kind", "slots"), [*(("llama", slots) for slots in (1, 3, 16, 20, 40)), ("qwen2_packed", 40)])
+def test_answers_are_bit_equal_for_any_number_of_slots(kind, slots):
     requests = make_requests(10, samples=4)
-    assert answers("llama", [requests], slots) == answers("llama", [requests], 7)
+    assert answers(kind, [requests], slots) == answers(kind, [requests], 7)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2_packed", "gpt2"])
 def test_answers_are_bit_equal_beside_aborted_neighbours_and_late_arrivals(kind):
-    requests = make_requests(8, samples=3, longest=9 if kind == "llama" else 2)
+    requests = make_requests(8, samples=3, longest=2 if kind == "gpt2" else 9)
     expected = answers(kind, [requests], 6)
     engine = make_engine(kind, 6)
     done = []

@@ -25,7 +25,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 
-from rolemesh.engines.rollout.checks import COOLEST, HOTTEST, check_requests, check_sizes
+from rolemesh.config.rollout_schema import COOLEST, HOTTEST
+from rolemesh.engines.rollout.checks import check_requests, check_sizes
 from rolemesh.engines.rollout.lifecycle import Lifecycle
 from rolemesh.engines.rollout.parameters import checked
 from rolemesh.engines.rollout.rows import Pending, spans_of

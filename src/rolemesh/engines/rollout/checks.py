@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from rolemesh.config.rollout_schema import COOLEST, HOTTEST
 from rolemesh.protocols.engine import InFlight, Request, Sampling
-
-COOLEST, HOTTEST = 1e-6, 1e6
-"""Temperatures above 0: logits divided by less than the first may be beyond float32, and then there is nothing to sample from."""
 
 
 def check_sizes(**sizes: int) -> None:

@@ -4,20 +4,25 @@ On CPUs matrices are packed once by oneDNN, for the instructions that the CPU ha
 rows) of the time of MKL, measured on a Zen 4 with matrices of 0.1 to 1.6 million numbers that do not stay in the caches; a small matrix is
 left to MKL as [in, out], since a packed product costs 10 us more to call. In bfloat16 products of activations in float32 come back as such;
 a CPU without instructions for it multiplies in float32, which is faster there than imitating them.
+
+OneDNN makes code for each number of rows that it meets with a shape of matrix, half a MB, and keeps the last thousand. Products are
+therefore taken in blocks of few different numbers of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
-_ROWS = 64  # that oneDNN packs for; other numbers work as well
+_ROWS = 64  # of a block, and what oneDNN packs for
 _PACKED_FROM = 1 << 17  # numbers of a matrix: what is smaller gains nothing
 
 
 class Matrix(Protocol):
-    """A linear map of rows [n, in]."""
+    """A linear map of rows [n, in], n at least 1."""
 
     width: int
     """out."""
@@ -81,14 +86,28 @@ class _Packed:
         self.width = weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x).float()
+        products = [product for _, product in self._products(x)]
+        return (products[0] if len(products) == 1 else torch.cat(products)).float()
 
     def into(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        out.copy_(self._product(x))
+        for rows, product in self._products(x):
+            out[rows].copy_(product)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        total.add_(self._product(x))
+        for rows, product in self._products(x):
+            total[rows].add_(product)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = self._multiply(x.to(self._format), self._packed, self._bias, "none", [], "")
-        return product
+    def _products(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Block by block: which rows, and their products."""
+        for start in range(0, len(x), _ROWS):
+            part = x[start : start + _ROWS].to(self._format)
+            count = len(part)
+            if spare := _filled(count) - count:
+                part = F.pad(part, (0, 0, 0, spare))
+            product = self._multiply(part, self._packed, self._bias, "none", [], "")
+            yield slice(start, start + count), product[:count] if spare else product
+
+
+def _filled(rows: int) -> int:
+    """The number of rows that a block of so many is filled up to: 1, 2, 4, 8, and then each multiple of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8

@@ -79,8 +79,9 @@ class RayHost:
 
 
 def flat_call(call: Call) -> Flat:
-    """As bytes, which Ray sends as they are, where the arguments are plain. Anything else Ray pickles itself, by value where it must."""
-    return pickle.dumps(tuple(call), protocol=5) if _plain(call.args) and not call.kwargs else list(call)
+    """As bytes, which Ray sends as they are, where all that users put in is plain. Else Ray pickles it itself, by value where it must."""
+    columns = call.assembly.columns if call.assembly is not None else ()
+    return pickle.dumps(tuple(call), protocol=5) if _plain((*call.args, *columns)) and not call.kwargs else list(call)
 
 
 def whole_call(flat: Flat) -> Call:
@@ -90,7 +91,10 @@ def whole_call(flat: Flat) -> Call:
 
 def flat_reply(reply: Reply) -> Flat:
     """As `flat_call`."""
-    return pickle.dumps(tuple(reply), protocol=5) if _plain((reply.value,)) and reply.failure is None else list(reply)
+    metrics = reply.metrics.reduce() if reply.metrics is not None else ()
+    spans = [part for span in reply.spans for part in (span.name, *span.args, *span.args.values())]
+    plain = reply.failure is None and _plain((reply.value, *metrics, *spans))
+    return pickle.dumps(tuple(reply), protocol=5) if plain else list(reply)
 
 
 def whole_reply(flat: Flat) -> Reply:
